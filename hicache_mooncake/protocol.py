@@ -1,0 +1,424 @@
+"""Every message on every wire, and the version range this build speaks.
+
+Three wires use these structs, all msgpack:
+
+* engine rank or mover <-> store node: UNIX stream socket, frames of `u32 length + body`, descriptors by SCM_RIGHTS
+  (`hicache_mooncake.wire`);
+* engine rank <-> its movers: the same framing over a socket pair;
+* store node <-> metadata master: ZMQ, one body per message.
+
+The node <-> node data wire (`hicache_mooncake.transfer.tcp`) uses `Fetch` and `FetchReply` as its headers.
+
+Hashes travel as one `bytes` of 32-byte page hashes, columns of integers as lists: nothing here is a Python object per page
+except the integers of a column.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+HASH_BYTES = 32
+"""Length of a page hash (SHA-256) on every wire."""
+DIRECTORY_HASH_BYTES = 16
+"""Leading bytes of a page hash that the master's directory keeps: a hint, checked in full by the node that holds the page."""
+NAMESPACE_BYTES = 16
+MAX_KEYS_PER_MESSAGE = 131_072
+MAX_FRAME_BYTES = 64 << 20
+
+
+class ProtocolError(Exception):
+    """The peer sent something this build does not speak. The connection it came from must be closed."""
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of every message: tagged with its class name, fields by position, new fields only at the end with a default."""
+
+
+class Refused(Message):
+    """The answer to anything that cannot be done; `reason` is a sentence for the operator."""
+
+    reason: str
+
+
+# --------------------------------------------------------------------------- rank or mover <-> node
+
+
+class Hello(Message):
+    """First message on a node connection. `role` is query, load, store or admin; load and store get the segment's descriptor."""
+
+    version_min: int
+    version_max: int
+    role: str
+    client: str
+    """Who asks, for logs and pins: `pid:model:rank`."""
+
+
+class Welcome(Message):
+    """Answer to Hello. With roles load and store the segment's memfd rides on the same frame."""
+
+    version: int
+    node: str
+    incarnation: bytes
+    segment_bytes: int
+
+
+class Exists(Message):
+    """How many leading keys can be loaded? Own index first, then the master in one request."""
+
+    namespace: bytes
+    hashes: bytes
+    remote: bool = True
+
+
+class Found(Message):
+    prefix: int
+    local: int = 0
+    """How many of the prefix are in this node's own segment."""
+    reason: str = ""
+    """Why the prefix ends where it ends, when that is not plain absence: `master_down`."""
+
+
+class Locate(Message):
+    """A load mover asks where the pages are; local ones are pinned until Release, the pin's expiry or the connection's end."""
+
+    namespace: bytes
+    hashes: bytes
+    length: int
+    """Bytes of one page body. An object of any other length is a miss."""
+
+
+MISS, LOCAL, REMOTE, WRONG_LENGTH = 0, 1, 2, 3
+
+
+class Located(Message):
+    """Columns, one entry per key: status (MISS, LOCAL, REMOTE, WRONG_LENGTH), segment offset (LOCAL) or index into `peers`
+    (REMOTE), xxh3-64 of the body (LOCAL; remote ones come with the bytes)."""
+
+    pin: int
+    status: bytes
+    where: list[int]
+    checksum: list[int]
+    peers: list[Peer]
+    reason: str = ""
+    """`master_down` when remote holders could not be asked for."""
+
+
+class Peer(Message):
+    """A store node's data address, as it advertises it."""
+
+    node: str
+    incarnation: bytes
+    host: str
+    port: int
+
+
+class Release(Message):
+    """One-way. Ends a pin, and tells what was wrong: `bad` are hashes whose bytes failed their checksum in this node's
+    segment, `peer_down` are node names that could not be reached."""
+
+    pin: int
+    namespace: bytes = b""
+    bad: bytes = b""
+    peer_down: list[str] = []
+
+
+class Reserve(Message):
+    """A store mover asks for room. Nothing is visible before Commit; the connection's end frees what was not committed."""
+
+    namespace: bytes
+    hashes: bytes
+    length: int
+
+
+REFUSED, WRITE, HAVE = 0, 1, 2
+
+
+class Reserved(Message):
+    """One status per key: REFUSED (no room), WRITE (copy the body to `where`), HAVE (already stored)."""
+
+    txn: int
+    status: bytes
+    where: list[int]
+
+
+class Commit(Message):
+    """Checksums for the WRITE entries in order; `ok` holds 1 where the body was copied whole, 0 where it must be dropped."""
+
+    txn: int
+    ok: bytes
+    checksum: list[int]
+
+
+class Committed(Message):
+    """1 per WRITE entry that is now visible."""
+
+    ok: bytes
+
+
+class Clear(Message):
+    """Drop every object of one namespace on this node and, through the master, on all others."""
+
+    namespace: bytes
+    everywhere: bool = True
+
+
+class Cleared(Message):
+    objects: int
+
+
+class AdminStatus(Message):
+    pass
+
+
+class AdminReport(Message):
+    """A node's own account of itself, as JSON-able values by name, plus the master's list of nodes when there is one."""
+
+    node: dict[str, int | float | str | bool]
+    cluster: list[NodeInfo]
+
+
+class Pin(Message):
+    """For tests and tools: hold or release every object of a namespace, so that eviction pressure can be provoked."""
+
+    namespace: bytes
+    seconds: float
+
+
+# --------------------------------------------------------------------------- rank <-> mover
+
+
+class Region(Message):
+    """A stretch of engine memory. `fd` is the index among the frame's descriptors, or -1 when the mover must use process_vm."""
+
+    address: int
+    length: int
+    fd: int
+    fd_offset: int = 0
+
+
+class Run(Message):
+    """One contiguous part of a page: page i has it at `address + i * stride`, `length` bytes long."""
+
+    address: int
+    stride: int
+    length: int
+
+
+class Attach(Message):
+    """Start of a mover's life: where the node is, what memory the engine shares, whose memory it is."""
+
+    socket_path: str
+    engine_pid: int
+    client: str
+    regions: list[Region]
+    canary_address: int = 0
+    canary: bytes = b""
+    """process_vm only: bytes at an address in the engine that the mover must be able to read and write back."""
+
+
+class Attached(Message):
+    mode: str
+    problem: str = ""
+
+
+class Transfer(Message):
+    """One batch. `pages` are little-endian int64 page numbers for `runs`; where geometry is not affine, `addresses` holds the
+    absolute address of each run of each page instead, and `runs` only their lengths."""
+
+    op: str
+    """`load` or `store`."""
+    namespace: bytes
+    hashes: bytes
+    runs: list[Run]
+    pages: bytes
+    budget_s: float
+    addresses: bytes = b""
+
+
+class Transferred(Message):
+    """`ok` has 1 per page that is whole and verified; `reasons` counts the others by reason; the rest is for metrics."""
+
+    ok: bytes
+    reasons: dict[str, int]
+    local_bytes: int = 0
+    remote_bytes: int = 0
+    had: int = 0
+    """Pages of a store that the node already held."""
+
+
+# --------------------------------------------------------------------------- node <-> node
+
+
+class Fetch(Message):
+    """Ask the holder for pages by key. Bodies follow FetchReply in order, for every key whose status is LOCAL."""
+
+    version: int
+    requester: str
+    namespace: bytes
+    hashes: bytes
+    length: int
+
+
+class FetchReply(Message):
+    node: str
+    incarnation: bytes
+    status: bytes
+    checksum: list[int]
+
+
+# --------------------------------------------------------------------------- node <-> master
+
+
+class Join(Message):
+    """A node (re)introduces itself. A new incarnation under an old name replaces the old one and its keys."""
+
+    version_min: int
+    version_max: int
+    node: str
+    incarnation: bytes
+    host: str
+    port: int
+    capacity_bytes: int
+    seq: int
+    """Sequence number of the last update sent; the master asks for a snapshot when it does not know everything before it."""
+
+
+class Joined(Message):
+    version: int
+    master: bytes
+    """The master's own incarnation: a change means that it restarted empty."""
+    heartbeat_s: float
+    ttl_s: float
+    want_snapshot: bool
+
+
+class Beat(Message):
+    node: str
+    incarnation: bytes
+    seq: int
+    used_bytes: int
+    capacity_bytes: int
+    objects: int
+    hits: int = 0
+    lookups: int = 0
+
+
+class BeatReply(Message):
+    """`known` False: join again. `want_snapshot`: updates were lost, send everything."""
+
+    master: bytes
+    known: bool
+    want_snapshot: bool
+
+
+class Update(Message):
+    """One-way. Numbered per incarnation: seq n follows n-1. Pairs of (namespace, blob of 32-byte hashes)."""
+
+    node: str
+    incarnation: bytes
+    seq: int
+    added: list[tuple[bytes, bytes]]
+    removed: list[tuple[bytes, bytes]]
+
+
+class Snapshot(Message):
+    """One-way. Everything the node holds as of update `seq`, in parts; the first part (index 0) empties what the master knew."""
+
+    node: str
+    incarnation: bytes
+    seq: int
+    part: int
+    last: bool
+    added: list[tuple[bytes, bytes]]
+
+
+class Leave(Message):
+    node: str
+    incarnation: bytes
+
+
+class Lookup(Message):
+    """Who holds these keys? With `prefix` the answer stops at the first key that nobody holds. `asker` is never an answer."""
+
+    id: int
+    namespace: bytes
+    hashes: bytes
+    asker: str = ""
+    prefix: bool = True
+
+
+class LookupReply(Message):
+    """`holder[i]` is 0 (nobody) or 1 + an index into `peers`."""
+
+    id: int
+    holder: bytes
+    peers: list[Peer]
+
+
+class ClearNamespace(Message):
+    """Node -> master: pass on to every other node. Master -> node: do it."""
+
+    namespace: bytes
+    origin: str = ""
+
+
+class ClusterStatus(Message):
+    pass
+
+
+class NodeInfo(Message):
+    node: str
+    host: str
+    port: int
+    state: str
+    """joining (no snapshot yet), active, suspected (heartbeat late), gone."""
+    used_bytes: int
+    capacity_bytes: int
+    objects: int
+    keys: int
+    age_s: float
+    hits: int = 0
+    lookups: int = 0
+
+
+class ClusterReport(Message):
+    master: bytes
+    version: int
+    nodes: list[NodeInfo]
+    keys: int
+
+
+FromClient = Hello | Exists | Locate | Release | Reserve | Commit | Clear | AdminStatus | Pin
+FromNode = Welcome | Refused | Found | Located | Reserved | Committed | Cleared | AdminReport
+ToMover = Attach | Transfer
+FromMover = Attached | Transferred | Refused
+ToMaster = Join | Beat | Update | Snapshot | Leave | Lookup | ClearNamespace | ClusterStatus
+FromMaster = Joined | Refused | BeatReply | LookupReply | ClearNamespace | ClusterReport
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decoder(kind: object) -> msgspec.msgpack.Decoder[Message]:
+    """A decoder for one of the unions above; raises `msgspec.DecodeError` or `msgspec.ValidationError` on anything else."""
+    return msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+
+
+def negotiate(their_min: int, their_max: int) -> int | None:
+    """The newest version both sides speak, or None."""
+    version = min(PROTOCOL_MAX, their_max)
+    return version if version >= max(PROTOCOL_MIN, their_min) else None
+
+
+def count_hashes(hashes: bytes, limit: int = MAX_KEYS_PER_MESSAGE) -> int:
+    """Number of page hashes in a blob. Raises ProtocolError for a ragged or oversized one."""
+    count, rest = divmod(len(hashes), HASH_BYTES)
+    if rest or count > limit:
+        raise ProtocolError(f"{len(hashes)} bytes of hashes: must be a multiple of {HASH_BYTES} and at most {limit} keys")
+    return count
