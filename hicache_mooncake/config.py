@@ -1,0 +1,456 @@
+"""One typed configuration: defaults < file < MOONCAKE_* < HICACHE_MOONCAKE_* < extra_config < explicit values.
+
+`load_settings` is the only way in. It merges the layers setting by setting, refuses what contradicts itself, and remembers
+where each value came from. The settings themselves, and what the built-in Mooncake backend's own mean here, are in
+`hicache_mooncake.config_table`.
+
+`python -m hicache_mooncake.config` prints docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hicache_mooncake.config_table import (
+    BY_ATTRIBUTE,
+    BY_ENV,
+    BY_KEY,
+    CONFIG_ENV,
+    KUBERNETES,
+    MOONCAKE_BY_ENV,
+    MOONCAKE_BY_KEY,
+    MOONCAKE_CONFIG_ENV,
+    OWN_PREFIX,
+    PLUGIN_ENV,
+    SETTINGS,
+    SGLANG_KEYS,
+    MooncakeSetting,
+    Setting,
+)
+from hicache_mooncake.config_values import (
+    DEFAULT_DRAM_BYTES,
+    MAX_FILE_BYTES,
+    MIN_DRAM_BYTES,
+    ConfigError,
+    available_memory_bytes,
+    default_dram_bytes,
+    default_socket,
+    is_loopback,
+    join_address,
+    parse_bool,
+    parse_size,
+    parse_text,
+    split_address,
+)
+
+__all__ = [
+    "ConfigError",
+    "Settings",
+    "available_memory_bytes",
+    "is_loopback",
+    "join_address",
+    "load_settings",
+    "parse_size",
+    "split_address",
+]
+
+# --------------------------------------------------------------------------- the settings
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The effective configuration of one process. Made by `load_settings`; immutable, so free to share between threads."""
+
+    socket: str = field(default_factory=lambda: default_socket(os.environ))
+    node: str = "embedded"
+    """embedded, external or off; `load_settings` never leaves "auto" here."""
+    dram_bytes: int = DEFAULT_DRAM_BYTES
+    listen: str = "127.0.0.1:0"
+    advertise: str = ""
+    """host:port under which other nodes reach this one, port 0 for the one it listens on; "" = derived from `listen`."""
+    masters: tuple[str, ...] = ()
+    name: str = field(default_factory=lambda: os.uname().nodename)
+    deadline_s: float = 2.0
+    copy_mode: str = "auto"
+    model_id: str = ""
+    weight_version: str = ""
+    tag: str = ""
+    tenant: str = "default"
+    metrics: str = ""
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+    hugepages: bool = False
+    log_level: str = "info"
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
+    """Attribute -> where its value came from."""
+
+    def describe(self) -> str:
+        """One line for the log at start-up: every value, and in brackets where it came from unless that is the default."""
+        parts = []
+        for setting in SETTINGS:
+            origin = self.sources.get(setting.attribute, "default")
+            note = "" if origin == "default" else f" ({origin})"
+            parts.append(f"{setting.attribute}={display(getattr(self, setting.attribute))}{note}")
+        return ", ".join(parts)
+
+
+def display(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(str(item) for item in value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else "none"
+
+
+# --------------------------------------------------------------------------- layers
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value for one attribute that somebody wrote somewhere."""
+
+    attribute: str
+    name: str
+    """As it was spelled there."""
+    origin: str
+    raw: object
+    value: object
+
+
+class Layer:
+    """The values of one source. Two spellings of one setting in the same source must agree."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Given] = {}
+
+    def add(self, setting: Setting, name: str, origin: str, raw: object) -> None:
+        try:
+            value = setting.parse(raw)
+        except ValueError as error:
+            raise ConfigError(name, origin, raw, str(error)) from None
+        other = self.given.get(setting.attribute)
+        if other is not None and other.value != value:
+            raise ConfigError(
+                name, origin, raw, f"contradicts {other.name} = {other.raw!r} in the same place: remove one of the two"
+            )
+        self.given.setdefault(setting.attribute, Given(setting.attribute, name, origin, raw, value))
+
+
+def _closest(word: str, candidates: Iterable[str]) -> str | None:
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(word, list(candidates), n=1, cutoff=0.75)), None)
+
+
+def _read_file(path: str, origin: str) -> dict[str, object]:
+    problem = "give the path of a JSON or TOML file with the settings at its top level"
+    try:
+        with open(path, "rb") as file:
+            body = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError("config file", origin, path, f"cannot be read ({error.strerror}): {problem}") from None
+    if len(body) > MAX_FILE_BYTES:
+        raise ConfigError("config file", origin, path, f"is larger than {MAX_FILE_BYTES} bytes: {problem}")
+    try:
+        if path.endswith(".toml"):
+            import tomllib
+
+            content: object = tomllib.loads(body.decode())
+        else:
+            import json
+
+            content = json.loads(body)
+    except ValueError as error:
+        raise ConfigError("config file", origin, path, f"cannot be parsed ({error}): {problem}") from None
+    if not isinstance(content, dict):
+        raise ConfigError("config file", origin, path, f"holds no table of settings: {problem}")
+    return content
+
+
+class _Loader:
+    """Collects the layers; `finish` resolves what depends on more than one setting."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.notices: list[str] = []
+        self.implied = Layer()
+        """From local_hostname, which says two things at once and neither of them in our words: any direct setting wins."""
+        self.layers: list[Layer] = []
+        self.standalone: tuple[str, str, object] | None = None
+        self.has_client_address = False
+
+    # ---- one method per source
+
+    def add_mapping(self, values: Mapping[str, object], place: str, may_hold_sglang_keys: bool) -> None:
+        layer = Layer()
+        self.layers.append(layer)
+        for key, raw in values.items():
+            if raw is None or (may_hold_sglang_keys and key in SGLANG_KEYS):
+                continue
+            origin = f"{place} {key}"
+            if key in BY_KEY:
+                layer.add(BY_KEY[key], key, origin, raw)
+            elif key in MOONCAKE_BY_KEY:
+                self.add_mooncake(layer, MOONCAKE_BY_KEY[key], key, origin, raw)
+            else:
+                guess = _closest(key, [*BY_KEY, *MOONCAKE_BY_KEY])
+                if guess is not None:
+                    raise ConfigError(key, place, raw, f"there is no such setting; did you mean {guess!r}?")
+                guess = _closest(key, SGLANG_KEYS) if may_hold_sglang_keys else None
+                self.notices.append(
+                    f"{place}: {key!r} is not a setting of this backend, ignored"
+                    + (f"; did you mean {guess!r}?" if guess else "")
+                )
+
+    def add_mooncake_environment(self) -> None:
+        layer = Layer()
+        self.layers.append(layer)
+        for name, raw in sorted(self.environ.items()):
+            if not raw.strip():
+                continue
+            if name in MOONCAKE_BY_ENV:
+                self.add_mooncake(layer, MOONCAKE_BY_ENV[name], name, name, raw)
+            elif name.startswith("MOONCAKE_") and not KUBERNETES.fullmatch(name):
+                guess = _closest(name.removeprefix("MOONCAKE_"), [env.removeprefix("MOONCAKE_") for env in MOONCAKE_BY_ENV])
+                self.notices.append(
+                    f"{name} has no meaning here, ignored" + (f"; did you mean MOONCAKE_{guess}?" if guess else "")
+                )
+
+    def add_own_environment(self) -> None:
+        layer = Layer()
+        self.layers.append(layer)
+        for name, raw in sorted(self.environ.items()):
+            if not name.startswith(OWN_PREFIX) or not raw.strip() or name in (CONFIG_ENV, PLUGIN_ENV):
+                continue
+            if name in BY_ENV:
+                layer.add(BY_ENV[name], name, name, raw)
+            elif not KUBERNETES.fullmatch(name):
+                guess = _closest(
+                    name.removeprefix(OWN_PREFIX), [env.removeprefix(OWN_PREFIX) for env in [*BY_ENV, CONFIG_ENV, PLUGIN_ENV]]
+                )
+                if guess is not None:
+                    raise ConfigError(
+                        name, "the environment", raw, f"there is no such setting; did you mean {OWN_PREFIX}{guess}?"
+                    )
+                self.notices.append(f"{name} is not a setting of this backend, ignored")
+
+    def add_explicit(self, values: Mapping[str, object]) -> None:
+        layer = Layer()
+        self.layers.append(layer)
+        for key, raw in values.items():
+            if raw is None or key == "config":
+                continue
+            if key not in BY_KEY:
+                raise ConfigError(key, "explicit values", raw, f"there is no such setting; there are {', '.join(BY_KEY)}")
+            layer.add(BY_KEY[key], key, BY_KEY[key].option or "explicit value", raw)
+
+    # ---- Mooncake's own settings
+
+    def add_mooncake(self, layer: Layer, setting: MooncakeSetting, name: str, origin: str, raw: object) -> None:
+        """A setting of the built-in backend: value for one of ours, notice, or nothing if it asks for what happens anyway."""
+        text = str(raw).strip()
+        if not text:
+            return
+        if setting.meaning_id in BY_ATTRIBUTE:
+            layer.add(BY_ATTRIBUTE[setting.meaning_id], name, origin, raw)
+        elif setting.meaning_id == "local_hostname":
+            self.add_local_hostname(name, origin, raw)
+        elif setting.meaning_id == "standalone_storage":
+            self.add_standalone(layer, name, origin, raw)
+        elif setting.meaning_id == "client_server_address":
+            self.add_client_address(layer, name, origin, raw)
+        elif text.lower() not in setting.nothing:
+            self.notices.append(f"{origin} = {raw!r}: {setting.here}")
+
+    def add_standalone(self, layer: Layer, name: str, origin: str, raw: object) -> None:
+        try:
+            wanted = parse_bool(raw)
+        except ValueError as error:
+            raise ConfigError(name, origin, raw, str(error)) from None
+        if wanted:
+            self.standalone = (name, origin, raw)
+            layer.add(BY_ATTRIBUTE["node"], name, origin, "external")
+
+    def add_local_hostname(self, name: str, origin: str, raw: object) -> None:
+        try:
+            host, _ = split_address(parse_text(raw), default_port=0)
+        except ValueError as error:
+            raise ConfigError(name, origin, raw, str(error)) from None
+        if is_loopback(host) or host in ("0.0.0.0", "::"):
+            self.notices.append(
+                f"{origin} = {raw!r}: names no host in a cluster, ignored; the node is called after the host, set name "
+                "and advertise to change that"
+            )
+            return
+        # The environment, added last, wins over a file and over an extra_config that goes to every host alike, as in SGLang.
+        for attribute, value in (("name", host), ("advertise", join_address(host, 0))):
+            self.implied.given.pop(attribute, None)
+            self.implied.add(BY_ATTRIBUTE[attribute], name, origin, value)
+
+    def add_client_address(self, layer: Layer, name: str, origin: str, raw: object) -> None:
+        text = str(raw).strip()
+        if text.startswith(("/", "unix://")):
+            layer.add(BY_ATTRIBUTE["socket"], name, origin, text)
+            layer.add(BY_ATTRIBUTE["node"], name, origin, "external")
+            return
+        try:
+            host, port = split_address(text, default_port=50052)
+        except ValueError as error:
+            raise ConfigError(name, origin, raw, f"{error}, or give the node's UNIX socket as /path") from None
+        self.has_client_address = True
+        layer.add(BY_ATTRIBUTE["node"], name, origin, "external")
+        where = "" if is_loopback(host) else f"; the node must run on this host, {host} is not contacted"
+        self.notices.append(
+            f"{origin} = {raw!r}: engines reach their node by a UNIX socket, not by TCP port {port}: taken as 'a node "
+            f"runs on this host already'{where}; "
+            "set socket (HICACHE_MOONCAKE_SOCKET) if it is not at its default path"
+        )
+
+    # ---- the result
+
+    def finish(self) -> tuple[Settings, list[str]]:
+        given: dict[str, Given] = {}
+        for layer in [self.implied, *self.layers]:
+            given.update(layer.given)
+        values: dict[str, object] = {attribute: item.value for attribute, item in given.items()}
+        sources = {setting.attribute: "default" for setting in SETTINGS} | {
+            attribute: item.origin for attribute, item in given.items()
+        }
+
+        if self.standalone is not None and "socket" not in given and not self.has_client_address:
+            raise ConfigError(
+                *self.standalone,
+                "needs the node's address as well: set socket (HICACHE_MOONCAKE_SOCKET) to the node's UNIX socket",
+            )
+        self._resolve_socket(values, sources)
+        self._resolve_node(values, sources)
+        if "dram_bytes" not in values:
+            values["dram_bytes"] = default_dram_bytes(available_memory_bytes())
+        elif values["node"] == "embedded":
+            self._check_dram(given["dram_bytes"])
+        if values["node"] == "embedded":
+            self._resolve_listen(given, values, sources)
+        settings = Settings(sources=sources, **values)  # type: ignore[arg-type]
+        if not settings.low_watermark < settings.high_watermark:
+            low, high = given.get("low_watermark"), given.get("high_watermark")
+            culprit = low or high
+            assert culprit is not None
+            raise ConfigError(
+                culprit.name,
+                culprit.origin,
+                culprit.raw,
+                f"the low watermark ({settings.low_watermark}) must lie below the high one ({settings.high_watermark}): "
+                "set both",
+            )
+        return settings, self.notices
+
+    def _resolve_socket(self, values: dict[str, object], sources: dict[str, str]) -> None:
+        if "socket" in values:
+            return
+        values["socket"] = default_socket(self.environ)
+        runtime = self.environ.get("XDG_RUNTIME_DIR", "")
+        if runtime and not str(values["socket"]).startswith(runtime):
+            self.notices.append(
+                f"XDG_RUNTIME_DIR = {runtime!r}: unusable for a UNIX socket (not absolute, or too long), "
+                f"{values['socket']} is used instead"
+            )
+
+    def _resolve_node(self, values: dict[str, object], sources: dict[str, str]) -> None:
+        if values.get("node", "auto") != "auto":
+            return
+        if sources["socket"] != "default":
+            values["node"], sources["node"] = "external", f"auto: the socket is set by {sources['socket']}"
+        else:
+            values["node"], sources["node"] = "embedded", "default"
+
+    def _check_dram(self, given: Given) -> None:
+        size = given.value
+        assert isinstance(size, int)
+        if size == 0:
+            raise ConfigError(
+                given.name,
+                given.origin,
+                given.raw,
+                "the node that this engine starts would hold nothing: give it memory, or run `hicache-mooncake node` on "
+                "this host and set "
+                "node=external (HICACHE_MOONCAKE_NODE=external)",
+            )
+        if size < MIN_DRAM_BYTES:
+            raise ConfigError(given.name, given.origin, given.raw, f"is {size} bytes, less than 1 MiB: add a unit, such as 4gb")
+
+    def _resolve_listen(self, given: Mapping[str, Given], values: dict[str, object], sources: dict[str, str]) -> None:
+        masters = values.get("masters", ())
+        assert isinstance(masters, tuple)
+        remote = [master for master in masters if not is_loopback(split_address(master)[0])]
+        advertise = given.get("advertise")
+        outward = bool(advertise and advertise.value and not is_loopback(split_address(str(advertise.value))[0]))
+        if "listen" not in values:
+            if remote or (masters and outward):
+                values["listen"], sources["listen"] = "0.0.0.0:0", "default with a cluster"
+        elif is_loopback(split_address(str(values["listen"]))[0]):
+            forwarded = outward and advertise is not None and split_address(str(advertise.value))[1] != 0
+            if remote and not forwarded:
+                item = given["listen"]
+                raise ConfigError(
+                    item.name,
+                    item.origin,
+                    item.raw,
+                    f"other hosts cannot reach a loopback address, and the master {remote[0]} is on one: listen on this "
+                    "host's own address, or "
+                    "set advertise to the host:port that is forwarded here",
+                )
+            if outward and not forwarded and advertise is not None and advertise is self.implied.given.get("advertise"):
+                values["advertise"], sources["advertise"] = "", "default"
+                self.notices.append(
+                    f"{advertise.origin} = {advertise.raw!r}: not advertised, since the node listens on loopback only"
+                )
+        if remote and advertise is not None and advertise.value and not outward:
+            raise ConfigError(
+                advertise.name,
+                advertise.origin,
+                advertise.raw,
+                f"other hosts cannot reach a loopback address, and the master {remote[0]} is on one: advertise this "
+                "host's own address",
+            )
+
+
+def load_settings(
+    extra_config: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    explicit: Mapping[str, object] | None = None,
+) -> tuple[Settings, list[str]]:
+    """The effective configuration, and notices for the log about what was given but means nothing here.
+
+    `extra_config` is SGLang's --hicache-storage-backend-extra-config; `environ` defaults to os.environ; `explicit` are values
+    from a command line by setting name (`dram`, `socket`, ...; None is "not given"; `config` is the path of a config file). The
+    file is `config`, else HICACHE_MOONCAKE_CONFIG, else SGLANG_HICACHE_MOONCAKE_CONFIG_PATH. Layers are merged setting by
+    setting. Reads the file, /proc and /sys/fs/cgroup; connects to nothing. Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    loader = _Loader(environ)
+    explicit = explicit or {}
+    for origin, path in (
+        ("--config", str(explicit.get("config") or "")),
+        (CONFIG_ENV, environ.get(CONFIG_ENV, "")),
+        (MOONCAKE_CONFIG_ENV, environ.get(MOONCAKE_CONFIG_ENV, "")),
+    ):
+        if path:
+            loader.add_mapping(_read_file(path, origin), f"file {path}", may_hold_sglang_keys=False)
+            break
+    # Layers rank by their order in the list. extra_config is read before the environment, whose local_hostname has the last
+    # word.
+    loader.add_mapping(extra_config or {}, "extra_config", may_hold_sglang_keys=True)
+    extra = loader.layers.pop()
+    loader.add_mooncake_environment()
+    loader.add_own_environment()
+    loader.layers.append(extra)
+    loader.add_explicit(explicit)
+    return loader.finish()
+
+
+if __name__ == "__main__":
+    from hicache_mooncake.config_docs import markdown
+
+    print(markdown(), end="")

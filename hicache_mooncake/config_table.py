@@ -1,0 +1,387 @@
+"""Every setting: ours, with its spelling in each layer, and what each of the built-in Mooncake backend's own means here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hicache_mooncake.config_values import (
+    COPY_MODES,
+    DEFAULT_MASTER_PORT,
+    LOG_LEVELS,
+    NODE_MODES,
+    choice_of,
+    parse_address,
+    parse_advertise,
+    parse_bool,
+    parse_deadline,
+    parse_fraction,
+    parse_masters,
+    parse_metrics,
+    parse_name,
+    parse_size,
+    parse_socket,
+    parse_tenant,
+    parse_text,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the configuration: how it is spelled in each layer, how it is read, and what it means."""
+
+    attribute: str
+    env: str
+    keys: tuple[str, ...]
+    """Names in a config file and in extra_config; the first is the preferred one."""
+    parse: Callable[[object], object]
+    default: str
+    meaning: str
+    option: str = ""
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "socket",
+        "HICACHE_MOONCAKE_SOCKET",
+        ("socket",),
+        parse_socket,
+        "$XDG_RUNTIME_DIR/hicache-mooncake/node.sock, else /tmp/hicache-mooncake-$UID/node.sock",
+        "UNIX socket on which the host's node serves its engines. An absolute path of at most 107 bytes. Engines and "
+        "node must agree on it; "
+        "where they run as different users or in different containers, set it for both.",
+        "--socket",
+    ),
+    Setting(
+        "node",
+        "HICACHE_MOONCAKE_NODE",
+        ("node",),
+        choice_of(NODE_MODES),
+        "auto",
+        "Who runs the node. embedded: the first engine rank on the host starts it. external: it runs already (systemd, a "
+        "container); engines only connect. "
+        "auto: external if the socket was set, or a Mooncake setting says that a node runs already, else embedded. "
+        "off: no pool, every lookup is a miss.",
+    ),
+    Setting(
+        "dram_bytes",
+        "HICACHE_MOONCAKE_DRAM",
+        ("dram", "dram_bytes"),
+        parse_size,
+        "4gb, at most a quarter of the available memory",
+        "Memory that this host's node gives to the pool. Bytes, or a number with kb, mb, gb, tb; all of them powers of 1024. "
+        "It is the host's amount, whatever the number of engines and ranks on it.",
+        "--dram",
+    ),
+    Setting(
+        "listen",
+        "HICACHE_MOONCAKE_LISTEN",
+        ("listen",),
+        parse_address,
+        "127.0.0.1:0; 0.0.0.0:0 when a master on another host is set",
+        "host:port on which the node serves pages to other nodes; port 0 lets the system choose, IPv6 goes in brackets. "
+        "The wire has no authentication: use the cluster's own network.",
+        "--listen",
+    ),
+    Setting(
+        "advertise",
+        "HICACHE_MOONCAKE_ADVERTISE",
+        ("advertise",),
+        parse_advertise,
+        "derived from listen",
+        "host or host:port under which the other nodes reach this one, when that is not what it listens on.",
+        "--advertise",
+    ),
+    Setting(
+        "masters",
+        "HICACHE_MOONCAKE_MASTER",
+        ("master", "masters"),
+        parse_masters,
+        "none: this host's cache alone",
+        f"Metadata masters, host:port separated by commas; port {DEFAULT_MASTER_PORT} if left out. Several are equals: "
+        "each holds the whole directory.",
+        "--master",
+    ),
+    Setting(
+        "name",
+        "HICACHE_MOONCAKE_NAME",
+        ("name",),
+        parse_name,
+        "the host's name",
+        "Name of the node in the cluster. Must be unique: a node that joins under a name replaces the one that had it.",
+        "--name",
+    ),
+    Setting(
+        "deadline_s",
+        "HICACHE_MOONCAKE_DEADLINE_S",
+        ("deadline_s",),
+        parse_deadline,
+        "2.0",
+        "Longest time one storage call may take before what is left of it counts as a miss. Above 0.05 and below 8 "
+        "seconds: SGLang gives up on its storage "
+        "threads after 10.",
+    ),
+    Setting(
+        "copy_mode",
+        "HICACHE_MOONCAKE_COPY_MODE",
+        ("copy_mode",),
+        choice_of(COPY_MODES),
+        "auto",
+        "How page bytes reach the engine's host memory. memfd: shared memory (SGLang 0.5.18 and newer). process_vm: "
+        "process_vm_readv/writev, one system call a "
+        "batch. segment: the engine copies through the node's mapped segment. auto: the first of them that works.",
+    ),
+    Setting(
+        "model_id",
+        "HICACHE_MOONCAKE_MODEL_ID",
+        ("model_id",),
+        parse_text,
+        "the served model name",
+        "What tells this model's pages from another's that is served under the same name: a path, a repository with its "
+        "revision.",
+    ),
+    Setting(
+        "weight_version",
+        "HICACHE_MOONCAKE_WEIGHT_VERSION",
+        ("weight_version",),
+        parse_text,
+        "none",
+        "Version of the weights. Change it with every weight update: pages computed with other weights are then misses.",
+    ),
+    Setting(
+        "tag",
+        "HICACHE_MOONCAKE_TAG",
+        ("tag",),
+        parse_text,
+        "none",
+        "Free text that separates deployments which share a pool. Engines share pages only if it is equal.",
+    ),
+    Setting(
+        "tenant",
+        "HICACHE_MOONCAKE_TENANT",
+        ("tenant",),
+        parse_tenant,
+        "default",
+        "Tenant whose pages these are. Tenants never see each other's pages.",
+    ),
+    Setting(
+        "metrics",
+        "HICACHE_MOONCAKE_METRICS",
+        ("metrics",),
+        parse_metrics,
+        "off",
+        "host:port of the node's /metrics for Prometheus. Off unless set, because a port that nobody chose is a port "
+        "that nobody scrapes; "
+        "`hicache-mooncake status` shows the main figures without it.",
+        "--metrics",
+    ),
+    Setting(
+        "high_watermark",
+        "HICACHE_MOONCAKE_HIGH_WATERMARK",
+        ("high_watermark",),
+        parse_fraction,
+        "0.95",
+        "Part of the node's memory above which it evicts.",
+        "--high-watermark",
+    ),
+    Setting(
+        "low_watermark",
+        "HICACHE_MOONCAKE_LOW_WATERMARK",
+        ("low_watermark",),
+        parse_fraction,
+        "0.90",
+        "Part of the node's memory down to which it evicts. Below high_watermark.",
+        "--low-watermark",
+    ),
+    Setting(
+        "hugepages",
+        "HICACHE_MOONCAKE_HUGEPAGES",
+        ("hugepages",),
+        parse_bool,
+        "false",
+        "Back the node's memory with huge pages reserved in vm.nr_hugepages.",
+        "--hugepages",
+    ),
+    Setting(
+        "log_level",
+        "HICACHE_MOONCAKE_LOG_LEVEL",
+        ("log_level",),
+        choice_of(LOG_LEVELS),
+        "info",
+        "debug, info, warning, error or critical.",
+        "--log-level",
+    ),
+)
+
+BY_ATTRIBUTE = {setting.attribute: setting for setting in SETTINGS}
+BY_ENV = {setting.env: setting for setting in SETTINGS}
+BY_KEY = {key: setting for setting in SETTINGS for key in setting.keys}
+
+CONFIG_ENV = "HICACHE_MOONCAKE_CONFIG"
+MOONCAKE_CONFIG_ENV = "SGLANG_HICACHE_MOONCAKE_CONFIG_PATH"
+PLUGIN_ENV = "HICACHE_MOONCAKE_PLUGIN"
+OWN_PREFIX = "HICACHE_MOONCAKE_"
+
+SGLANG_KEYS = frozenset(
+    {
+        "allocator",
+        "backend_name",
+        "class_name",
+        "hicache_storage_pass_prefix_keys",
+        "interface_v1",
+        "linker",
+        "linker_extra_config",
+        "linker_module_path",
+        "module_path",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "tp_lcm_size",
+    }
+)
+"""extra_config keys that SGLang reads itself."""
+
+KUBERNETES = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
+"""Kubernetes puts HICACHE_MOONCAKE_MASTER_PORT=tcp://... and the like into every pod beside a service of that name."""
+
+
+# --------------------------------------------------------------------------- Mooncake's own
+
+
+@dataclass(frozen=True)
+class MooncakeSetting:
+    """One setting of the built-in backend. `meaning_id` is the attribute of ours that it sets, or names a rule of its own."""
+
+    meaning_id: str
+    env: tuple[str, ...]
+    keys: tuple[str, ...]
+    """In extra_config and in the JSON file of SGLANG_HICACHE_MOONCAKE_CONFIG_PATH."""
+    here: str
+    """For the documentation; for the log too when nothing of ours is set by it."""
+    nothing: tuple[str, ...] = ()
+    """Values, in lower case, that ask for what happens anyway: no notice."""
+
+
+_OFF = ("false", "0", "no", "n", "off")
+
+MOONCAKE_SETTINGS: tuple[MooncakeSetting, ...] = (
+    MooncakeSetting(
+        "masters",
+        ("MOONCAKE_MASTER",),
+        ("master_server_address",),
+        "sets `masters`. The address is that of `hicache-mooncake master`, not of `mooncake_master`. etcd://, redis:// "
+        "and the like are refused: "
+        "a static list is what works now",
+    ),
+    MooncakeSetting(
+        "dram_bytes",
+        ("MOONCAKE_GLOBAL_SEGMENT_SIZE",),
+        ("global_segment_size",),
+        "sets `dram`, with the same grammar and more. There it is an engine's amount, divided among its tp × pp ranks; "
+        "here it is the host's node's, "
+        "whatever runs on the host. 0 (contribute nothing) needs a node that runs already: `node=external`",
+    ),
+    MooncakeSetting(
+        "local_hostname",
+        ("MOONCAKE_LOCAL_HOSTNAME", "LOCAL_HOSTNAME"),
+        ("local_hostname",),
+        "sets `name` and the host of `advertise`, unless those are set themselves. The process's environment wins over "
+        "extra_config and file, as there. "
+        "`localhost` is ignored: two nodes of one name would replace each other",
+    ),
+    MooncakeSetting(
+        "standalone_storage",
+        ("MOONCAKE_STANDALONE_STORAGE",),
+        ("standalone_storage",),
+        "true sets `node=external`, and needs an address: `socket` or client_server_address",
+    ),
+    MooncakeSetting(
+        "client_server_address",
+        ("MOONCAKE_CLIENT",),
+        ("client_server_address",),
+        "sets `node=external`. A path sets `socket`; a host:port cannot (engines and node share memory by a UNIX "
+        "socket), so the socket stays at its default",
+    ),
+    MooncakeSetting(
+        "tenant", ("MOONCAKE_TENANT_ID",), ("tenant_id",), "sets `tenant`. Always strict: no switch on the master, no quota"
+    ),
+    MooncakeSetting(
+        "tag",
+        (),
+        ("extra_backend_tag",),
+        "sets `tag`. Not needed to tell layouts, dtypes or parallel shapes apart: keys do that",
+    ),
+    MooncakeSetting(
+        "metadata_server",
+        ("MOONCAKE_TE_META_DATA_SERVER",),
+        ("metadata_server",),
+        "not needed: nodes exchange addresses through the master",
+        ("p2phandshake",),
+    ),
+    MooncakeSetting(
+        "protocol",
+        ("MOONCAKE_PROTOCOL",),
+        ("protocol",),
+        "transport is chosen by the node; rdma arrives with the verbs transport, tcp between hosts and shared memory on "
+        "a host is used",
+        ("tcp",),
+    ),
+    MooncakeSetting(
+        "device_name",
+        ("MOONCAKE_DEVICE",),
+        ("device_name",),
+        "kept for the verbs transport, ignored on tcp and shared memory",
+    ),
+    MooncakeSetting(
+        "master_metrics_port",
+        ("MOONCAKE_MASTER_METRICS_PORT",),
+        ("master_metrics_port",),
+        "not needed: nothing here asks the master over HTTP",
+    ),
+    MooncakeSetting(
+        "check_server",
+        ("MOONCAKE_CHECK_SERVER",),
+        ("check_server",),
+        "not needed: the engine starts without a master and uses it as soon as it answers; `hicache-mooncake doctor` "
+        "checks it now",
+        _OFF,
+    ),
+    MooncakeSetting(
+        "enable_ssd_offload",
+        ("MOONCAKE_ENABLE_SSD_OFFLOAD",),
+        ("enable_ssd_offload",),
+        "there is no cold tier yet: pages live in DRAM only and are dropped when evicted",
+        _OFF,
+    ),
+    MooncakeSetting(
+        "ssd_offload_path",
+        ("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH",),
+        ("ssd_offload_path",),
+        "there is no cold tier yet: the directory is not used",
+    ),
+    MooncakeSetting(
+        "enable_group_semantics",
+        (),
+        ("enable_group_semantics",),
+        "not needed: all parts of a page are always found together and evicted together",
+        ("true", "1", "yes", "y", "on"),
+    ),
+    MooncakeSetting(
+        "local_buffer_size",
+        ("MOONCAKE_LOCAL_BUFFER_SIZE",),
+        ("local_buffer_size",),
+        "not needed: pages are copied straight between the engine's host memory and the node's",
+        ("0",),
+    ),
+    MooncakeSetting(
+        "store_checksum",
+        ("MOONCAKE_STORE_CHECKSUM",),
+        (),
+        "not needed: every page is checksummed, and checked on every load",
+        ("true", "1", "yes", "on"),
+    ),
+)
+
+MOONCAKE_BY_ENV = {name: setting for setting in MOONCAKE_SETTINGS for name in setting.env}
+MOONCAKE_BY_KEY = {key: setting for setting in MOONCAKE_SETTINGS for key in setting.keys}

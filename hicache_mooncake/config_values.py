@@ -1,0 +1,251 @@
+"""How the values of settings are written and read, and the defaults that depend on the host. No setting is known here."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+
+SUN_PATH_BYTES = 107
+"""Longest UNIX socket path: sun_path has 108 bytes with its closing NUL."""
+DEFAULT_DRAM_BYTES = 4 << 30
+MIN_DRAM_BYTES = 1 << 20
+DEFAULT_MASTER_PORT = 50051
+MAX_TEXT = 512
+MAX_FILE_BYTES = 1 << 20
+
+NODE_MODES = ("auto", "embedded", "external", "off")
+COPY_MODES = ("auto", "memfd", "process_vm", "segment")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used. Says which one, where it came from, its value, and what to do."""
+
+    def __init__(self, setting: str, origin: str, value: object, problem: str) -> None:
+        super().__init__(f"{setting} = {value!r} (from {origin}): {problem}")
+        self.setting = setting
+        self.origin = origin
+        self.value = value
+        self.problem = problem
+
+
+# --------------------------------------------------------------------------- grammar of values
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?")
+_SHIFT = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def parse_size(value: object) -> int:
+    """Bytes of "4gb", "512MB", "1GiB" or 4294967296. Units are powers of 1024, as Mooncake reads them. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError('a size is a number of bytes or a text such as "4gb"')
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value.strip().lower())
+        if match is None or (match[3] == "ib" and not match[2]):
+            raise ValueError(
+                'a size is a number of bytes or a number with kb, mb, gb or tb (powers of 1024), such as "4gb" or "512MB"'
+            )
+        number, unit = match[1], match[2]
+        size = int(number) << _SHIFT[unit] if number.isdigit() else float(number) * (1 << _SHIFT[unit])
+    else:
+        size = value
+    if size != int(size) or not 0 <= size < 1 << 62:
+        raise ValueError("a size is a whole number of bytes, not negative and below 4 EiB")
+    return int(size)
+
+
+def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """`host:port` or `[v6]:port` as (host, port), the host without brackets. Raises ValueError with what is wrong."""
+    if "://" in text:
+        raise ValueError("a host:port is needed here, without a scheme")
+    host, colon, port_text = text.strip().rpartition(":")
+    if text.strip().endswith("]") or not colon:
+        host, port_text = text.strip(), ""
+    if not port_text and (default_port is None or (colon == ":" and not host.endswith("]"))):
+        raise ValueError("the port is missing: write host:port")
+    if not port_text.isdecimal() and port_text:
+        raise ValueError(f"{port_text!r} is not a port number: write host:port")
+    port = int(port_text) if port_text else default_port
+    assert port is not None
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError("an IPv6 address goes in brackets: [::1]:50051")
+    if not host or re.search(r"[\s/\[\],;]", host):
+        raise ValueError("the host is missing or has characters that no host has: write host:port")
+    if port > 65535:
+        raise ValueError("a port is at most 65535")
+    return host, port
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "localhost.localdomain", "::1") or host.startswith("127.")
+
+
+def parse_address(value: object) -> str:
+    return join_address(*split_address(parse_text(value)))
+
+
+def parse_advertise(value: object) -> str:
+    text = parse_text(value)
+    if not text:
+        return ""
+    host, port = split_address(text, default_port=0)
+    if host in ("0.0.0.0", "::"):
+        raise ValueError("other nodes cannot connect to a wildcard: give this host's own name or address")
+    return join_address(host, port)
+
+
+def parse_metrics(value: object) -> str:
+    text = parse_text(value)
+    return "" if text.lower() in ("", "off", "none", "false", "0") else parse_address(text)
+
+
+def parse_masters(value: object) -> tuple[str, ...]:
+    parts = list(value) if isinstance(value, list | tuple) else parse_text(value).split(",")
+    masters: list[str] = []
+    for part in parts:
+        text = parse_text(part)
+        if "://" in text:
+            raise ValueError(
+                "leader discovery through etcd, redis or Kubernetes is not there yet: give the masters as a static list, "
+                '"host1:50051,host2:50051" (several masters need no election: each holds the whole directory)'
+            )
+        if text:
+            host, port = split_address(text, DEFAULT_MASTER_PORT)
+            if not port:
+                raise ValueError("a master's port cannot be 0")
+            masters.append(join_address(host, port))
+    return tuple(dict.fromkeys(masters))
+
+
+def parse_socket(value: object) -> str:
+    path = parse_text(value).removeprefix("unix://")
+    if not path.startswith("/"):
+        raise ValueError("the socket is an absolute path, such as /run/hicache-mooncake/node.sock")
+    length = len(os.fsencode(path))
+    if length > SUN_PATH_BYTES:
+        raise ValueError(f"the path has {length} bytes and a UNIX socket's path at most {SUN_PATH_BYTES}: choose a shorter one")
+    return path
+
+
+def parse_text(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("a text is needed here")
+    text = str(value).strip()
+    if len(text) > MAX_TEXT or not (text.isprintable()):
+        raise ValueError(f"a text here has at most {MAX_TEXT} characters, all of them printable")
+    return text
+
+
+def parse_name(value: object) -> str:
+    text = parse_text(value)
+    if not text or len(text) > 128:
+        raise ValueError("a node's name has 1 to 128 characters, and no two nodes share one")
+    return text
+
+
+def parse_tenant(value: object) -> str:
+    return parse_text(value) or "default"
+
+
+def parse_bool(value: object) -> bool:
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "y", "on"):
+        return True
+    if text in ("0", "false", "no", "n", "off", ""):
+        return False
+    raise ValueError("a switch is true or false")
+
+
+def parse_number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("a number is needed here")
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError("a number is needed here") from None
+
+
+def parse_deadline(value: object) -> float:
+    seconds = parse_number(value)
+    if not 0.05 < seconds < 8:
+        raise ValueError("the deadline lies above 0.05 s and below 8 s: SGLang gives up on its storage threads after 10 s")
+    return seconds
+
+
+def parse_fraction(value: object) -> float:
+    number = parse_number(value)
+    if not 0 < number <= 1:
+        raise ValueError("a watermark is a part of the memory: above 0, at most 1")
+    return number
+
+
+def choice_of(choices: tuple[str, ...]) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        text = parse_text(value).lower()
+        if text not in choices:
+            raise ValueError(f"choose one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+# --------------------------------------------------------------------------- defaults
+
+
+def default_socket(environ: Mapping[str, str]) -> str:
+    """Where engines and node of one user meet when nobody says otherwise."""
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/"):
+        path = f"{runtime.rstrip('/')}/hicache-mooncake/node.sock"
+        if len(os.fsencode(path)) <= SUN_PATH_BYTES:
+            return path
+    return f"/tmp/hicache-mooncake-{os.getuid()}/node.sock"
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _cgroup_room(directory: str) -> int | None:
+    """Bytes that may still be allocated under one cgroup v2 directory; page cache that can be dropped counts as free."""
+    limit, used = _read(f"{directory}/memory.max").strip(), _read(f"{directory}/memory.current").strip()
+    if not limit.isdecimal() or not used.isdecimal():
+        return None
+    stat = re.search(r"^inactive_file (\d+)$", _read(f"{directory}/memory.stat"), re.MULTILINE)
+    return max(0, int(limit) - int(used) + (int(stat[1]) if stat else 0))
+
+
+def available_memory_bytes() -> int | None:
+    """What this process may still use: MemAvailable, or less where a cgroup (container, systemd slice) says so.
+
+    None if neither can be read.
+    """
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    rooms = [int(found[1]) << 10] if found else []
+    own = re.search(r"^0::(/.*)$", _read("/proc/self/cgroup"), re.MULTILINE)
+    parts = own[1].strip("/").split("/") if own else []
+    for depth in range(len(parts) + 1):
+        room = _cgroup_room("/".join(["/sys/fs/cgroup", *parts[:depth]]).rstrip("/"))
+        if room is not None:
+            rooms.append(room)
+    v1_limit, v1_used = (_read(f"/sys/fs/cgroup/memory/memory.{name}_in_bytes").strip() for name in ("limit", "usage"))
+    if v1_limit.isdecimal() and v1_used.isdecimal():
+        rooms.append(max(0, int(v1_limit) - int(v1_used)))
+    return min(rooms, default=None)
+
+
+def default_dram_bytes(available: int | None) -> int:
+    """4 GiB, but never more than a quarter of what is available; whole MiB, at least 16."""
+    quarter = DEFAULT_DRAM_BYTES if available is None else available // 4
+    return max(16 << 20, min(DEFAULT_DRAM_BYTES, quarter) >> 20 << 20)
