@@ -1,1 +1,1 @@
-
+"""The store node: segment, allocator, index, service."""

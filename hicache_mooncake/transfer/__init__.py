@@ -1,1 +1,1 @@
-
+"""Moving page bytes: shared memory, engine memory, TCP."""

@@ -1,0 +1,158 @@
+"""The engine's handle on one mover: start it, give it a batch, and fence it by killing it when time is up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
+
+log = logging.getLogger(__name__)
+
+_from_mover = p.decoder(p.FromMover)
+_START_S = 15.0
+_RESTART_FIRST_S, _RESTART_MAX_S = 0.1, 5.0
+_FENCE_S = 5.0
+
+
+class MoverUnavailable(Exception):
+    """No batch could be run; `reason` is the miss reason to count."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class MoverProcess:
+    """One mover (role `load` or `store`). Thread-safe: batches queue on a lock, each within its own deadline."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.mode = ""
+        self.fenced = 0
+        """Times the mover was killed because a batch ran out of time."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._wire: Wire | None = None
+        self._attach: tuple[p.Attach, tuple[int, ...]] | None = None
+        self._restart_at = 0.0
+        self._restart_pause = _RESTART_FIRST_S
+
+    @property
+    def pid(self) -> int | None:
+        process = self._process
+        return process.pid if process is not None else None
+
+    def attach(self, attach: p.Attach, fds: Sequence[int], timeout_s: float = _START_S) -> str:
+        """(Re)start the mover over this memory; returns the mode in use. Raises MoverUnavailable with what went wrong.
+        The descriptors stay the caller's and must stay open: a killed mover is started again with them."""
+        with self._lock:
+            self._attach = (attach, tuple(fds))
+            self._stop()
+            return self._start(time.monotonic() + timeout_s)
+
+    def run(self, job: Callable[[float], p.Transfer], timeout_s: float) -> p.Transferred:
+        """Run one batch. Returns within `timeout_s`, and then nothing more lands in engine memory.
+
+        `job` gets the seconds left for the mover's own work. Raises MoverUnavailable.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s * 0.5):
+            raise MoverUnavailable("busy", f"the {self.role} mover was busy for {timeout_s * 0.5:.1f} s")
+        try:
+            if self._wire is None:
+                if time.monotonic() < self._restart_at:
+                    raise MoverUnavailable("mover_down", "the mover is being restarted")
+                self._start(deadline)
+            wire = self._wire
+            assert wire is not None
+            # The mover stops by itself first, then the rank stops waiting and kills it; both inside the deadline.
+            left = deadline - time.monotonic()
+            try:
+                wire.send(job(left * 0.8), deadline=deadline - left * 0.1)
+                answer = wire.receive(_from_mover, deadline - left * 0.1)
+            except WireTimeout as error:
+                self.fenced += 1
+                self._fail()
+                raise MoverUnavailable("fenced", f"no answer from the {self.role} mover in {left * 0.9:.1f} s") from error
+            except (WireClosed, p.ProtocolError) as error:
+                self._fail()
+                raise MoverUnavailable("mover_down", str(error)) from error
+            if not isinstance(answer, p.Transferred):
+                raise MoverUnavailable("refused", answer.reason if isinstance(answer, p.Refused) else "unexpected answer")
+            self._restart_pause = _RESTART_FIRST_S
+            return answer
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Ends the mover; returns when it is gone."""
+        with self._lock:
+            self._attach = None
+            self._stop()
+
+    # ------------------------------------------------------------------ inside, under the lock
+
+    def _start(self, deadline: float) -> str:
+        if self._attach is None:
+            raise MoverUnavailable("not_attached", "no memory is attached")
+        attach, fds = self._attach
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        environment = dict(os.environ)
+        package_root = str(Path(__file__).resolve().parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "hicache_mooncake.client.mover", str(theirs.fileno()), self.role]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, cwd="/"
+                )
+        except OSError as error:
+            ours.close()
+            self._back_off()
+            raise MoverUnavailable("mover_down", f"cannot start the mover: {error}") from error
+        self._wire = Wire(ours)
+        try:
+            self._wire.send(attach, fds, deadline)
+            answer = self._wire.receive(_from_mover, deadline)
+        except (WireClosed, WireTimeout, p.ProtocolError) as error:
+            self._fail()
+            raise MoverUnavailable("mover_down", f"the mover did not start: {error}") from error
+        if not isinstance(answer, p.Attached) or answer.problem:
+            self._fail()
+            raise MoverUnavailable("attach", answer.problem if isinstance(answer, p.Attached) else "unexpected answer")
+        self.mode = answer.mode
+        return self.mode
+
+    def _fail(self) -> None:
+        self._stop()
+        self._back_off()
+
+    def _back_off(self) -> None:
+        self._restart_at = time.monotonic() + self._restart_pause
+        self._restart_pause = min(self._restart_pause * 2, _RESTART_MAX_S)
+
+    def _stop(self) -> None:
+        """Kill and wait: when this returns the process is gone, and with it every way to write engine memory."""
+        wire, self._wire = self._wire, None
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            try:
+                process.wait(_FENCE_S)
+            except subprocess.TimeoutExpired:
+                # Only a kernel that cannot end a process gets here. Waiting on is the lesser evil to a wrong page.
+                log.error("mover %d does not end after SIGKILL: waiting, since it could still write engine memory", process.pid)
+                process.wait()
+        if wire is not None:
+            with contextlib.suppress(OSError):
+                wire.close()

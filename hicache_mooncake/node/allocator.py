@@ -1,0 +1,123 @@
+"""Allocation inside a segment: offsets only, no memory touched.
+
+A coalescing allocator with size bins in the manner of TLSF: exact bins for small blocks, eight bins per power of two above,
+found through a bitmap. Uniform pages (the common case) hit their exact bin; mixed sizes coalesce with their neighbours when
+freed, so eviction of neighbours makes room for larger pages.
+"""
+
+from __future__ import annotations
+
+GRANULE = 4096
+"""Bodies are page-aligned: a copy between differently aligned pages runs at half the rate."""
+
+_EXACT = 64
+_SUB = 8
+_OWN_BIN_SCAN = 8
+
+
+def _bin_of(granules: int) -> int:
+    if granules < _EXACT:
+        return granules
+    log = granules.bit_length() - 1
+    return _EXACT + (log - 6) * _SUB + ((granules >> (log - 3)) & 7)
+
+
+class Allocator:
+    """Offsets in [0, capacity), multiples of GRANULE. Not thread-safe; O(1) for the sizes that repeat."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity = capacity_bytes // GRANULE * GRANULE
+        if self.capacity <= 0:
+            raise ValueError(f"segment of {capacity_bytes} bytes: at least {GRANULE} are needed")
+        self.used = 0
+        self._size_of_used: dict[int, int] = {}
+        self._size_of_free: dict[int, int] = {}
+        self._start_of_free_end: dict[int, int] = {}
+        self._bins: dict[int, dict[int, None]] = {}
+        self._bitmap = 0
+        self._insert_free(0, self.capacity)
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """Offset of a block of at least `size_bytes` (> 0), or None when no free block is large enough."""
+        if size_bytes <= 0:
+            raise ValueError(f"allocation of {size_bytes} bytes")
+        size = (size_bytes + GRANULE - 1) // GRANULE * GRANULE
+        start = self._find(size)
+        if start is None:
+            return None
+        free_size = self._size_of_free[start]
+        self._remove_free(start, free_size)
+        if free_size > size:
+            self._insert_free(start + size, free_size - size)
+        self._size_of_used[start] = size
+        self.used += size
+        return start
+
+    def free(self, offset: int) -> int:
+        """Give a block back; returns its size in bytes. Raises KeyError for an offset that is not allocated."""
+        size = self._size_of_used.pop(offset)
+        self.used -= size
+        start, end = offset, offset + size
+        left = self._start_of_free_end.get(start)
+        if left is not None:
+            self._remove_free(left, start - left)
+            start = left
+        right_size = self._size_of_free.get(end)
+        if right_size is not None:
+            self._remove_free(end, right_size)
+            end += right_size
+        self._insert_free(start, end - start)
+        return size
+
+    def _find(self, size: int) -> int | None:
+        index = _bin_of(size // GRANULE)
+        own = self._bins.get(index)
+        if own:
+            for scanned, start in enumerate(own):
+                if self._size_of_free[start] >= size:
+                    return start
+                if scanned >= _OWN_BIN_SCAN:
+                    break
+        larger = self._bitmap >> (index + 1)
+        if not larger:
+            # Last resort before saying no: the rest of the own bin, whose blocks may be large enough.
+            if own:
+                return next((start for start in own if self._size_of_free[start] >= size), None)
+            return None
+        lowest = index + 1 + (larger & -larger).bit_length() - 1
+        return next(iter(self._bins[lowest]))
+
+    def _insert_free(self, start: int, size: int) -> None:
+        index = _bin_of(size // GRANULE)
+        self._size_of_free[start] = size
+        self._start_of_free_end[start + size] = start
+        self._bins.setdefault(index, {})[start] = None
+        self._bitmap |= 1 << index
+
+    def _remove_free(self, start: int, size: int) -> None:
+        index = _bin_of(size // GRANULE)
+        del self._size_of_free[start]
+        del self._start_of_free_end[start + size]
+        members = self._bins[index]
+        del members[start]
+        if not members:
+            del self._bins[index]
+            self._bitmap &= ~(1 << index)
+
+    def validate(self) -> None:
+        """Every byte is in exactly one block, no two free blocks touch, the bins hold exactly the free blocks."""
+        blocks = [(o, s, True) for o, s in self._size_of_used.items()] + [(o, s, False) for o, s in self._size_of_free.items()]
+        blocks.sort()
+        at, last_free = 0, False
+        for offset, size, used in blocks:
+            assert offset == at, f"gap or overlap at {at}"
+            assert size > 0
+            assert size % GRANULE == 0
+            assert used or not last_free, f"free blocks touch at {offset}"
+            at, last_free = offset + size, not used
+        assert at == self.capacity, f"blocks end at {at} of {self.capacity}"
+        assert self.used == sum(self._size_of_used.values())
+        binned = {start: index for index, members in self._bins.items() for start in members}
+        assert binned == {start: _bin_of(size // GRANULE) for start, size in self._size_of_free.items()}
+        assert self._bitmap == sum(1 << index for index in self._bins)
+        assert self._start_of_free_end == {start + size: start for start, size in self._size_of_free.items()}

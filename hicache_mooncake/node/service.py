@@ -1,0 +1,501 @@
+"""The store node: one daemon a host that owns a DRAM segment and outlives the engines.
+
+This is the thin shell around `Store`: a UNIX socket for the ranks and their movers, a TCP port for other nodes' reads, a link
+to the metadata masters, `/metrics`, and one housekeeping loop. A thread per connection; one lock around the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import random
+import secrets
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from hicache_mooncake import __version__
+from hicache_mooncake import protocol as p
+from hicache_mooncake.config import Settings
+from hicache_mooncake.node.data_server import DataServer
+from hicache_mooncake.node.master_link import JoinFacts, MasterLink, Usage
+from hicache_mooncake.node.metrics import NodeMetrics, serve_metrics
+from hicache_mooncake.node.store import Store
+from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
+from hicache_mooncake.transfer.tcp import format_address, listen, parse_address
+from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
+
+log = logging.getLogger(__name__)
+
+_from_client = p.decoder(p.FromClient)
+
+_MAX_CONNECTIONS = 1024
+_LOOKUP_TIMEOUT_S = 0.5
+_HOUSEKEEPING_S = 0.05
+_SEND_TIMEOUT_S = 5.0
+_SNAPSHOT_PART_KEYS = 16_384
+
+
+class NodeError(Exception):
+    """The node cannot start; the message says what to change."""
+
+
+class Node:
+    """A running node. `start()` returns when it can serve; `stop()` ends it and closes everything it opened."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.incarnation = secrets.token_bytes(8)
+        self.store = Store(
+            settings.dram_bytes,
+            high_watermark=settings.high_watermark,
+            low_watermark=settings.low_watermark,
+            track_changes=bool(settings.masters),
+        )
+        self.lock = threading.Lock()
+        self.metrics_address = ""
+        self.data_address = ""
+        self._owners = itertools.count(1)
+        self._connections: dict[int, Wire] = {}
+        self._connections_lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._cleanup = contextlib.ExitStack()
+        self._last_client_at = time.monotonic()
+        self.connections_refused = 0
+        self.checksum_reports = 0
+        self.started_at = time.monotonic()
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Raises NodeError, with nothing left behind, when the configuration cannot work on this host."""
+        try:
+            self._start()
+        except (OSError, ValueError) as error:
+            self._cleanup.close()
+            raise NodeError(str(error)) from error
+        except NodeError:
+            self._cleanup.close()
+            raise
+
+    def _start(self) -> None:
+        sys.setswitchinterval(0.0005)  # many short handlers, no long computation: nobody should wait 5 ms for a turn
+        unix = self._listen_unix()
+        self.segment_fd, self.segment = self._make_segment()
+        try:
+            tcp = listen(self.settings.listen)
+        except OSError as error:
+            raise NodeError(f"--listen {self.settings.listen}: {error.strerror}. Free the port or choose port 0") from error
+        self._cleanup.callback(tcp.close)
+        port = tcp.getsockname()[1]
+        host = self._advertised_host(tcp.getsockname()[0])
+        self.data_address = format_address(host, port)
+        self.data = DataServer(self, tcp)
+        facts = JoinFacts(self.name, self.incarnation, host, port, self.store.allocator.capacity)
+        self.link = MasterLink(self.settings.masters, lambda: facts, self, self._clear_from_master, log=log)
+        self._cleanup.callback(self.link.close)
+        if self.settings.metrics:
+            try:
+                self.metrics_address, stop_metrics = serve_metrics(self.settings.metrics, NodeMetrics(self))
+            except OSError as error:
+                raise NodeError(f"--metrics {self.settings.metrics}: {error.strerror}. Free the port or choose port 0") from error
+            self._cleanup.callback(stop_metrics)
+        self.data.start()
+        self._cleanup.callback(self.data.stop)
+        self.link.start()
+        self._thread(self._housekeeping, "housekeeping")
+        unix.listen(256)  # only now: whoever can connect can be served
+        self._thread(lambda: self._accept(unix), "accept")
+        self.segment.populate_in_background()
+        log.info(
+            "node %s serves: socket=%s data=%s metrics=%s dram=%d bytes masters=%s incarnation=%s version=%s",
+            self.name,
+            self.settings.socket,
+            self.data_address,
+            self.metrics_address or "off",
+            self.store.allocator.capacity,
+            ",".join(self.settings.masters) or "none",
+            self.incarnation.hex(),
+            __version__,
+        )
+
+    def stop(self) -> None:
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            os.unlink(self.settings.socket)
+        with self._connections_lock:
+            wires = list(self._connections.values())
+        for wire in wires:
+            wire.shutdown()
+        self._cleanup.close()
+
+    def idle_seconds(self) -> float:
+        """How long no rank has been connected."""
+        with self._connections_lock:
+            return 0.0 if self._connections else time.monotonic() - self._last_client_at
+
+    def _listen_unix(self) -> socket.socket:
+        path = Path(self.settings.socket)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.parent.stat()
+        if owner.st_uid not in (os.getuid(), 0) or (owner.st_mode & stat.S_IWOTH and not owner.st_mode & stat.S_ISVTX):
+            raise NodeError(f"--socket {path}: {path.parent} belongs to another user or is writable by everyone")
+        lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._cleanup.callback(os.close, lock_fd)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise NodeError(f"--socket {path}: another node serves this socket. Stop it, or choose another --socket") from error
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # left by a node that was killed: we hold its lock, so it is gone
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._cleanup.callback(sock.close)
+        old_mask = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(old_mask)
+        return sock
+
+    def _make_segment(self) -> tuple[int, Mapping]:
+        length = self.store.allocator.capacity
+        if self.settings.hugepages:
+            length = -(-length // HUGE_PAGE) * HUGE_PAGE
+        try:
+            fd = create_memfd("hicache-mooncake", length, huge=self.settings.hugepages)
+        except OSError as error:
+            if self.settings.hugepages:
+                raise NodeError(
+                    f"hugepages: {error.strerror} for {length // HUGE_PAGE} pages of 2 MiB. Reserve them "
+                    f"(sysctl vm.nr_hugepages={length // HUGE_PAGE}) or turn hugepages off"
+                ) from error
+            raise NodeError(f"--dram {length}: {error.strerror}") from error
+        self._cleanup.callback(os.close, fd)
+        segment = Mapping(fd, length, writable=True)
+        self._cleanup.callback(segment.close)
+        return fd, segment
+
+    def _advertised_host(self, bound: str) -> str:
+        """What other nodes connect to. A wildcard is never advertised."""
+        if self.settings.advertise:
+            advertised = self.settings.advertise
+            return parse_address(advertised)[0] if ":" in advertised and advertised.count(":") == 1 else advertised.strip("[]")
+        if bound not in ("0.0.0.0", "::"):
+            return bound
+        if not self.settings.masters:
+            return "127.0.0.1"
+        # The address this host uses towards the master; connecting a datagram socket sends nothing.
+        host, port = parse_address(self.settings.masters[0].removeprefix("tcp://"))
+        try:
+            family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise NodeError(f"--listen {self.settings.listen} is a wildcard and the address to advertise is unknown "
+                            f"({error.strerror or error}). Set --advertise HOST") from error
+
+    def _thread(self, target: Callable[[], None], name: str) -> None:
+        threading.Thread(target=target, name=name, daemon=True).start()
+
+    # ------------------------------------------------------------------ ranks and movers
+
+    def _accept(self, unix: socket.socket) -> None:
+        while not self._stopping.is_set():
+            try:
+                sock, _ = unix.accept()
+            except OSError:
+                if self._stopping.is_set():
+                    return
+                time.sleep(0.05)  # out of descriptors: serve those that are connected
+                continue
+            with self._connections_lock:
+                full = len(self._connections) >= _MAX_CONNECTIONS
+                owner = next(self._owners)
+                wire = Wire(sock)
+                if not full:
+                    self._connections[owner] = wire
+            if full:
+                self.connections_refused += 1
+                wire.close()
+                continue
+            self._thread(lambda owner=owner, wire=wire: self._serve(owner, wire), f"client-{owner}")  # type: ignore[misc]
+
+    def new_owner(self) -> int:
+        return next(self._owners)
+
+    def _serve(self, owner: int, wire: Wire) -> None:
+        client = "?"
+        try:
+            hello = wire.receive(_from_client, time.monotonic() + _SEND_TIMEOUT_S)
+            if not isinstance(hello, p.Hello):
+                raise p.ProtocolError("the first message must be Hello")
+            client = f"{hello.role} {hello.client}"
+            version = p.negotiate(hello.version_min, hello.version_max)
+            if version is None:
+                reason = (
+                    f"this node speaks protocol {p.PROTOCOL_MIN}..{p.PROTOCOL_MAX}, the client "
+                    f"{hello.version_min}..{hello.version_max}: install the same hicache-mooncake release on both sides"
+                )
+                log.error("refused %s: %s", client, reason)
+                self.connections_refused += 1
+                wire.send(p.Refused(reason), deadline=time.monotonic() + _SEND_TIMEOUT_S)
+                return
+            welcome = p.Welcome(version, self.name, self.incarnation, self.segment.length)
+            fds = [self.segment_fd] if hello.role in ("load", "store") else []
+            wire.send(welcome, fds, time.monotonic() + _SEND_TIMEOUT_S)
+            while True:
+                answer = self._handle(owner, wire.receive(_from_client))
+                if answer is not None:
+                    wire.send(answer, deadline=time.monotonic() + _SEND_TIMEOUT_S)
+        except WireClosed:
+            pass
+        except (WireTimeout, p.ProtocolError) as error:
+            log.warning("connection of %s ended: %s", client, error)
+        except Exception:
+            log.exception("connection of %s ended by an internal error", client)
+        finally:
+            with self.lock:
+                self.store.drop_owner(owner)
+            with self._connections_lock:
+                self._connections.pop(owner, None)
+                self._last_client_at = time.monotonic()
+            wire.close()
+
+    def _handle(self, owner: int, message: p.Message) -> p.Message | None:
+        match message:
+            case p.Exists():
+                return self._exists(message)
+            case p.Locate():
+                return self._locate(owner, message)
+            case p.Release():
+                self._release(owner, message)
+                return None
+            case p.Reserve():
+                p.count_hashes(message.hashes)
+                if message.length <= 0:
+                    raise p.ProtocolError(f"object of {message.length} bytes")
+                with self.lock:
+                    txn, status, where = self.store.reserve(owner, message.namespace, message.hashes, message.length)
+                self.link.notify()
+                return p.Reserved(txn, bytes(status), where)
+            case p.Commit():
+                with self.lock:
+                    done = self.store.commit(owner, message.txn, message.ok, message.checksum)
+                self.link.notify()
+                return p.Committed(done)
+            case p.Clear():
+                return p.Cleared(self.clear(message.namespace, everywhere=message.everywhere))
+            case p.AdminStatus():
+                cluster = self.link.cluster_status(_LOOKUP_TIMEOUT_S)
+                return p.AdminReport(self.report(), cluster.nodes if cluster is not None else [])
+            case p.Pin():
+                return self._pin_namespace(owner, message)
+            case _:
+                raise p.ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _exists(self, message: p.Exists) -> p.Found:
+        count = p.count_hashes(message.hashes)
+        with self.lock:
+            column = self.store.present(message.namespace, message.hashes)
+        first_missing = column.find(0)
+        if first_missing < 0:
+            return p.Found(count, count)
+        if not message.remote or not self.settings.masters:
+            return p.Found(first_missing, first_missing)
+        # The keys that are not here, in order: the first of them that nobody holds ends the prefix.
+        size = p.HASH_BYTES
+        missing = [i for i in range(first_missing, count) if not column[i]]
+        wanted = b"".join(message.hashes[i * size : (i + 1) * size] for i in missing)
+        reply = self.link.lookup(message.namespace, wanted, prefix=True, timeout_s=_LOOKUP_TIMEOUT_S)
+        if reply is None:
+            return p.Found(first_missing, first_missing, "master_down")
+        held = reply.holder.find(0)
+        found = len(reply.holder) if held < 0 else held
+        prefix = count if found >= len(missing) else missing[found]
+        return p.Found(prefix, column[:prefix].count(1))
+
+    def _locate(self, owner: int, message: p.Locate) -> p.Located:
+        p.count_hashes(message.hashes)
+        with self.lock:
+            pin, status, where, checksum = self.store.locate(
+                owner, message.namespace, message.hashes, message.length, time.monotonic()
+            )
+        peers: list[p.Peer] = []
+        reason = ""
+        size = p.HASH_BYTES
+        missing = [i for i, s in enumerate(status) if s == p.MISS]
+        if missing and self.settings.masters:
+            wanted = b"".join(message.hashes[i * size : (i + 1) * size] for i in missing)
+            reply = self.link.lookup(message.namespace, wanted, prefix=False, timeout_s=_LOOKUP_TIMEOUT_S)
+            if reply is None:
+                reason = "master_down"
+            else:
+                peers = list(reply.peers)
+                for i, holder in zip(missing, reply.holder, strict=False):
+                    if holder:
+                        status[i], where[i] = p.REMOTE, holder - 1
+        return p.Located(pin, bytes(status), where, checksum, peers, reason)
+
+    def _release(self, owner: int, message: p.Release) -> None:
+        with self.lock:
+            self.store.release(owner, message.pin)
+            if message.bad:
+                dropped = self.store.discard(message.namespace, message.bad, "checksum")
+                self.checksum_reports += dropped
+                if dropped:
+                    log.error(
+                        "%d pages failed their checksum on read and were dropped. Memory is being damaged: check this host's RAM "
+                        "(edac-util, memtester) and whether another process maps the segment",
+                        dropped,
+                    )
+        if message.bad:
+            self.link.notify()
+        for node in message.peer_down:
+            log.warning("a mover could not read from node %s; its pages are misses here until it answers again", node)
+
+    def _pin_namespace(self, owner: int, message: p.Pin) -> p.Cleared:
+        with self.lock:
+            hashes = b"".join(blob for namespace, blob in self._held(message.namespace) if namespace == message.namespace)
+            length = next((entry.length for entry in self.store.entries() if entry.namespace == message.namespace), 1)
+            until = time.monotonic() + message.seconds - self.store.pin_seconds
+            _, status, _, _ = self.store.locate(owner, message.namespace, hashes, length, until)
+        return p.Cleared(status.count(p.LOCAL))
+
+    def clear(self, namespace: bytes, *, everywhere: bool) -> int:
+        with self.lock:
+            dropped = self.store.clear(namespace)
+        if everywhere:
+            self.link.clear_namespace(namespace)
+        self.link.notify()
+        log.info("cleared %d objects of namespace %s", dropped, namespace.hex())
+        return dropped
+
+    def _clear_from_master(self, namespace: bytes) -> None:
+        self.clear(namespace, everywhere=False)
+
+    # ------------------------------------------------------------------ what the master link reads
+
+    def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
+        with self.lock:
+            return self.store.drain_changes(limit)
+
+    def changes_lost(self) -> bool:
+        with self.lock:
+            return self.store.changes_lost
+
+    def _held(self, only: bytes | None = None) -> list[tuple[bytes, bytes]]:
+        return [(ns, b"".join(objects)) for ns, objects in self.store._index.items() if only is None or ns == only]
+
+    def snapshot(self) -> Iterator[list[tuple[bytes, bytes]]]:
+        with self.lock:
+            held = self.store.snapshot()
+        step = _SNAPSHOT_PART_KEYS * p.HASH_BYTES
+        for namespace, blob in held:
+            for at in range(0, len(blob), step):
+                yield [(namespace, blob[at : at + step])]
+
+    def usage(self) -> Usage:
+        with self.lock:
+            stats = self.store.stats
+            return Usage(
+                used_bytes=self.store.used_bytes,
+                capacity_bytes=self.store.allocator.capacity,
+                objects=self.store.objects,
+                hits=stats.hit_keys,
+                lookups=stats.lookup_keys,
+            )
+
+    # ------------------------------------------------------------------ housekeeping
+
+    def _housekeeping(self) -> None:
+        next_expiry = 0.0
+        while not self._stopping.wait(_HOUSEKEEPING_S):
+            now = time.monotonic()
+            with self.lock:
+                evicted = self.store.evict_to_low()
+                if now >= next_expiry:
+                    self.store.expire_pins(now)
+                    next_expiry = now + 1.0
+            while evicted and not self._stopping.is_set():
+                time.sleep(0)  # let the handlers at the lock between two slices
+                with self.lock:
+                    evicted = self.store.evict_to_low()
+            if evicted:
+                self.link.notify()
+
+    def report(self) -> dict[str, int | float | str | bool]:
+        """What `hicache-mooncake status` shows; counters since start."""
+        with self.lock:
+            stats = self.store.stats
+            report: dict[str, int | float | str | bool] = {
+                "name": self.name,
+                "incarnation": self.incarnation.hex(),
+                "version": __version__,
+                "pid": os.getpid(),
+                "socket": self.settings.socket,
+                "data": self.data_address,
+                "metrics": self.metrics_address,
+                "master": self.link.state,
+                "uptime_s": round(time.monotonic() - self.started_at, 1),
+                "capacity_bytes": self.store.allocator.capacity,
+                "used_bytes": self.store.used_bytes,
+                "pinned_bytes": self.store.pinned_bytes,
+                "objects": self.store.objects,
+                "namespaces": len(self.store.namespaces()),
+                "lookup_keys": stats.lookup_keys,
+                "hit_keys": stats.hit_keys,
+                "loaded": stats.loaded,
+                "loaded_bytes": stats.loaded_bytes,
+                "stored": stats.stored,
+                "stored_bytes": stats.stored_bytes,
+                "had": stats.had,
+                "evicted": stats.evicted,
+                "evicted_bytes": stats.evicted_bytes,
+                "refused": stats.refused,
+                "discarded": stats.discarded,
+                "abandoned": stats.abandoned,
+                "expired_pins": stats.expired_pins,
+                "pin_limit": stats.reasons["pin_limit"],
+                "wrong_length": stats.reasons["wrong_length"],
+            }
+        with self._connections_lock:
+            report["connections"] = len(self._connections)
+        report["connections_refused"] = self.connections_refused
+        report.update(self.data.report())
+        return report
+
+
+def run_node(settings: Settings, *, embedded: bool = False, idle_exit_s: float | None = None) -> int:
+    """Run a node until SIGTERM or SIGINT, or, with `idle_exit_s`, until no rank has been connected for that long.
+
+    Returns the exit status; a configuration that cannot work raises NodeError.
+    """
+    node = Node(settings)
+    node.start()
+    done = threading.Event()
+
+    def finish(signum: int, _frame: FrameType | None) -> None:
+        log.info("node %s ends on %s", settings.name, signal.Signals(signum).name)
+        done.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, finish)
+    while not done.wait(0.5 + random.random() * 0.1):
+        if idle_exit_s is not None and node.idle_seconds() > idle_exit_s:
+            log.info("embedded node %s ends: no engine for %.0f s", settings.name, idle_exit_s)
+            break
+    node.stop()
+    return 0

@@ -1,0 +1,433 @@
+"""What a node holds: index, allocation, pins, reservations and eviction as one state machine, without I/O, clocks or threads.
+
+An object is one page of one namespace: K, V and whatever else the page consists of, as one body. Its record (namespace, full
+hash, length, checksum) lies here, never before the body, so bodies stay page-aligned. An object becomes visible in `commit`
+and not before; memory is reused only when nothing is pinned or reserved on it.
+
+Owners are connections. Whatever an owner holds (pins, reservations) ends with `drop_owner`; pins also end by expiry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator
+
+from hicache_mooncake.node.allocator import Allocator
+from hicache_mooncake.protocol import HASH_BYTES, HAVE, LOCAL, MISS, REFUSED, WRITE, WRONG_LENGTH
+
+_MAX_EVICTIONS_PER_ALLOCATION = 4096
+
+
+class Entry:
+    """The record of one object. `pins` counts readers; a `dead` entry has left the index and waits for its last reader."""
+
+    __slots__ = ("checksum", "dead", "hash", "length", "namespace", "offset", "pins")
+
+    def __init__(self, namespace: bytes, page_hash: bytes, offset: int, length: int, checksum: int) -> None:
+        self.namespace = namespace
+        self.hash = page_hash
+        self.offset = offset
+        self.length = length
+        self.checksum = checksum
+        self.pins = 0
+        self.dead = False
+
+
+@dataclasses.dataclass(slots=True)
+class PinSet:
+    owner: int
+    entries: list[Entry]
+    expires: float
+
+
+@dataclasses.dataclass(slots=True)
+class Reservation:
+    """Room for objects that are being written: parallel lists, one entry per WRITE key."""
+
+    owner: int
+    namespace: bytes
+    length: int
+    hashes: list[bytes]
+    offsets: list[int]
+
+
+@dataclasses.dataclass(slots=True)
+class Stats:
+    """Counters since start; every one only grows."""
+
+    lookups: int = 0
+    lookup_keys: int = 0
+    hit_keys: int = 0
+    loaded: int = 0
+    loaded_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    had: int = 0
+    evicted: int = 0
+    evicted_bytes: int = 0
+    refused: int = 0
+    discarded: int = 0
+    expired_pins: int = 0
+    abandoned: int = 0
+    """Reservations that ended without a commit (a writer died or gave up)."""
+    reasons: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class Store:
+    """Not thread-safe: the service holds one lock around every call. All calls are O(keys asked) plus evictions."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        high_watermark: float = 0.95,
+        low_watermark: float = 0.90,
+        pin_seconds: float = 30.0,
+        max_pinned_share: float = 0.5,
+        track_changes: bool = False,
+        max_changes: int = 1_000_000,
+    ) -> None:
+        self.allocator = Allocator(capacity_bytes)
+        self.high_bytes = int(self.allocator.capacity * high_watermark)
+        self.low_bytes = int(self.allocator.capacity * low_watermark)
+        self.pin_seconds = pin_seconds
+        self.max_pinned_share = max_pinned_share
+        self.stats = Stats()
+        self.pinned_bytes = 0
+        self._index: dict[bytes, dict[bytes, Entry]] = {}
+        self._order: OrderedDict[Entry, None] = OrderedDict()
+        """Least recently used first. Touched leaf first, so that the head of a chain outlives its tail."""
+        self._pins: dict[int, PinSet] = {}
+        self._reservations: dict[int, Reservation] = {}
+        self._next_id = 1
+        self._track_changes = track_changes
+        self._max_changes = max_changes
+        self._changes: deque[tuple[bool, bytes, bytes]] = deque()
+        self.changes_lost = False
+        """More changes than `max_changes` were waiting: the next reader of changes must send a snapshot instead."""
+
+    # ------------------------------------------------------------------ lookups
+
+    @property
+    def objects(self) -> int:
+        return len(self._order)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.allocator.used
+
+    def present(self, namespace: bytes, hashes: bytes, *, touch: bool = True) -> bytes:
+        """One byte per key: 1 where this node holds it. Touches leaf first; pins nothing."""
+        objects = self._index.get(namespace)
+        count = len(hashes) // HASH_BYTES
+        self.stats.lookups += 1
+        self.stats.lookup_keys += count
+        if not objects:
+            return bytes(count)
+        get = objects.get
+        found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
+        if touch:
+            move = self._order.move_to_end
+            for entry in reversed(found):
+                if entry is not None:
+                    move(entry)
+        column = bytes([entry is not None for entry in found])
+        self.stats.hit_keys += column.count(1)
+        return column
+
+    def locate(
+        self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float
+    ) -> tuple[int, bytearray, list[int], list[int]]:
+        """Pin what is here: (pin id, status column, offsets, checksums). The pin ends by release, expiry or its owner's end."""
+        objects = self._index.get(namespace) or {}
+        count = len(hashes) // HASH_BYTES
+        status, where, checksum = bytearray(count), [0] * count, [0] * count
+        pinned: list[Entry] = []
+        budget = int(self.allocator.capacity * self.max_pinned_share)
+        for i in range(count):
+            entry = objects.get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
+            if entry is None:
+                continue
+            if entry.length != length:
+                status[i] = WRONG_LENGTH
+                self.stats.reasons["wrong_length"] += 1
+                continue
+            if entry.pins == 0 and self.pinned_bytes + length > budget and self.pinned_bytes > 0:
+                self.stats.reasons["pin_limit"] += 1
+                continue
+            self._pin(entry)
+            pinned.append(entry)
+            status[i], where[i], checksum[i] = LOCAL, entry.offset, entry.checksum
+        for entry in reversed(pinned):
+            self._order.move_to_end(entry)
+        pin = self._new_id()
+        if pinned:
+            self._pins[pin] = PinSet(owner, pinned, now + self.pin_seconds)
+        return pin, status, where, checksum
+
+    def release(self, owner: int, pin: int, *, loaded: bool = True) -> None:
+        """Ends a pin of this owner; unknown or foreign ids are ignored (it may have expired)."""
+        held = self._pins.get(pin)
+        if held is None or held.owner != owner:
+            return
+        del self._pins[pin]
+        if loaded:
+            self.stats.loaded += len(held.entries)
+            self.stats.loaded_bytes += sum(entry.length for entry in held.entries)
+        self._unpin(held.entries)
+
+    def expire_pins(self, now: float) -> int:
+        """Ends the pins whose time is over. Their readers verify what they read, so the worst is a miss."""
+        ended = [pin for pin, held in self._pins.items() if held.expires <= now]
+        for pin in ended:
+            self._unpin(self._pins.pop(pin).entries)
+        self.stats.expired_pins += len(ended)
+        return len(ended)
+
+    # ------------------------------------------------------------------ stores
+
+    def reserve(self, owner: int, namespace: bytes, hashes: bytes, length: int) -> tuple[int, bytearray, list[int]]:
+        """Room for the keys that are not here: (transaction, status column, offsets). Evicts as needed.
+
+        After the first key without room the rest is REFUSED too: without it nobody could use them.
+        """
+        objects = self._index.get(namespace) or {}
+        count = len(hashes) // HASH_BYTES
+        status, where = bytearray(count), [0] * count
+        reservation = Reservation(owner, namespace, length, [], [])
+        present: list[Entry] = []
+        for i in range(count):
+            page_hash = hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+            entry = objects.get(page_hash)
+            if entry is not None and entry.length == length:
+                status[i] = HAVE
+                present.append(entry)
+                self._pin(entry)  # not evicted to make room for its own suffix
+                continue
+            offset = self._allocate(length)
+            if offset is None:
+                self.stats.refused += count - i
+                break
+            status[i], where[i] = WRITE, offset
+            reservation.hashes.append(page_hash)
+            reservation.offsets.append(offset)
+        self._unpin(present)
+        for entry in reversed(present):
+            if not entry.dead:
+                self._order.move_to_end(entry)
+        self.stats.had += len(present)
+        txn = self._new_id()
+        if reservation.offsets:
+            self._reservations[txn] = reservation
+        return txn, status, where
+
+    def commit(self, owner: int, txn: int, ok: bytes, checksums: Iterable[int]) -> bytes:
+        """Make the whole ones visible, give the others' memory back. One byte per WRITE key: 1 where it is now stored.
+
+        A key that somebody else committed meanwhile counts as stored; the copy written here is given back.
+        """
+        reservation = self._reservations.get(txn)
+        if reservation is None or reservation.owner != owner:
+            return bytes(len(ok))
+        del self._reservations[txn]
+        result = bytearray(len(reservation.offsets))
+        fresh: list[Entry] = []
+        column = zip(reservation.hashes, reservation.offsets, ok, checksums, strict=False)
+        done = 0
+        for i, (page_hash, offset, whole, checksum) in enumerate(column):
+            done = i + 1
+            if not whole:
+                self.allocator.free(offset)
+                self.stats.abandoned += 1
+                continue
+            result[i] = 1
+            objects = self._index.setdefault(reservation.namespace, {})
+            existing = objects.get(page_hash)
+            if existing is not None:
+                if existing.length == reservation.length:
+                    self.allocator.free(offset)
+                    continue
+                self._remove(existing)
+                objects = self._index.setdefault(reservation.namespace, {})
+            entry = Entry(reservation.namespace, page_hash, offset, reservation.length, checksum)
+            objects[page_hash] = entry
+            fresh.append(entry)
+            self.stats.stored += 1
+            self.stats.stored_bytes += entry.length
+            self._note(True, entry)
+        for offset in reservation.offsets[done:]:
+            self.allocator.free(offset)
+            self.stats.abandoned += 1
+        for entry in reversed(fresh):
+            self._order[entry] = None
+        return bytes(result)
+
+    # ------------------------------------------------------------------ removal
+
+    def drop_owner(self, owner: int) -> None:
+        """A connection ended: its pins and its uncommitted reservations are over."""
+        for pin in [pin for pin, held in self._pins.items() if held.owner == owner]:
+            self._unpin(self._pins.pop(pin).entries)
+        for txn in [txn for txn, held in self._reservations.items() if held.owner == owner]:
+            reservation = self._reservations.pop(txn)
+            for offset in reservation.offsets:
+                self.allocator.free(offset)
+            self.stats.abandoned += len(reservation.offsets)
+
+    def discard(self, namespace: bytes, hashes: bytes, reason: str) -> int:
+        """Forget objects whose bytes are not what they should be. Returns how many were here."""
+        dropped = 0
+        for at in range(0, len(hashes), HASH_BYTES):
+            entry = self._index.get(namespace, {}).get(hashes[at : at + HASH_BYTES])
+            if entry is not None:
+                self._remove(entry)
+                dropped += 1
+        self.stats.discarded += dropped
+        self.stats.reasons[reason] += dropped
+        return dropped
+
+    def clear(self, namespace: bytes) -> int:
+        """Forget one namespace. Objects being read keep their memory until the last reader is done."""
+        entries = list(self._index.get(namespace, {}).values())
+        for entry in entries:
+            self._remove(entry)
+        return len(entries)
+
+    def evict_to_low(self, limit: int = 256) -> int:
+        """Background eviction above the high watermark, at most `limit` objects a call. Returns how many went."""
+        if self.allocator.used <= self.high_bytes and not self._evicting:
+            return 0
+        self._evicting = self.allocator.used > self.low_bytes
+        gone = 0
+        while gone < limit and self.allocator.used > self.low_bytes and self._evict_one():
+            gone += 1
+        if gone == 0 or self.allocator.used <= self.low_bytes:
+            self._evicting = False
+        return gone
+
+    _evicting = False
+
+    # ------------------------------------------------------------------ directory
+
+    def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
+        """Up to `limit` changes since the last call, in an order in which the last word on a key is right: pairs of
+        (namespace, blob of hashes), added and removed, no key in both."""
+        last: dict[tuple[bytes, bytes], bool] = {}
+        for _ in range(min(limit, len(self._changes))):
+            added, namespace, page_hash = self._changes.popleft()
+            last[namespace, page_hash] = added
+        return _group(key for key, added in last.items() if added), _group(key for key, added in last.items() if not added)
+
+    def snapshot(self) -> list[tuple[bytes, bytes]]:
+        """Every key held, as pairs of (namespace, blob of hashes). Empties the pending changes: the snapshot contains them."""
+        self._changes.clear()
+        self.changes_lost = False
+        return [(namespace, b"".join(objects)) for namespace, objects in self._index.items() if objects]
+
+    def has_changes(self) -> bool:
+        return bool(self._changes) or self.changes_lost
+
+    def namespaces(self) -> dict[bytes, int]:
+        return {namespace: len(objects) for namespace, objects in self._index.items()}
+
+    # ------------------------------------------------------------------ inside
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+    def _allocate(self, length: int) -> int | None:
+        """Room for one body, evicting least recently used objects until there is a block that fits."""
+        if length > self.allocator.capacity:
+            return None
+        for _ in range(_MAX_EVICTIONS_PER_ALLOCATION):
+            offset = self.allocator.allocate(length)
+            if offset is not None:
+                return offset
+            if not self._evict_one():
+                return None
+        return None
+
+    def _evict_one(self) -> bool:
+        """Forget the least recently used object that nobody reads. Pinned ones met on the way are in use: they move up."""
+        for _ in range(len(self._order)):
+            entry = next(iter(self._order))
+            if entry.pins:
+                self._order.move_to_end(entry)
+                continue
+            self.stats.evicted += 1
+            self.stats.evicted_bytes += entry.length
+            self._remove(entry)
+            return True
+        return False
+
+    def _remove(self, entry: Entry) -> None:
+        """Out of the index now; memory when the last reader is done."""
+        objects = self._index[entry.namespace]
+        del objects[entry.hash]
+        if not objects:
+            del self._index[entry.namespace]
+        del self._order[entry]
+        entry.dead = True
+        self._note(False, entry)
+        if entry.pins == 0:
+            self.allocator.free(entry.offset)
+
+    def _pin(self, entry: Entry) -> None:
+        if entry.pins == 0:
+            self.pinned_bytes += entry.length
+        entry.pins += 1
+
+    def _unpin(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            entry.pins -= 1
+            if entry.pins == 0:
+                self.pinned_bytes -= entry.length
+                if entry.dead:
+                    self.allocator.free(entry.offset)
+
+    def _note(self, added: bool, entry: Entry) -> None:
+        if not self._track_changes or self.changes_lost:
+            return
+        if len(self._changes) >= self._max_changes:
+            self._changes.clear()
+            self.changes_lost = True
+            return
+        self._changes.append((added, entry.namespace, entry.hash))
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(self._order)
+
+    def validate(self) -> None:
+        """Everything that must hold between two calls; tests run it after every event."""
+        self.allocator.validate()
+        indexed = [entry for objects in self._index.values() for entry in objects.values()]
+        assert set(map(id, indexed)) == set(map(id, self._order)), "index and eviction order hold the same objects"
+        for namespace, objects in self._index.items():
+            assert objects, "an empty namespace has no dict"
+            for page_hash, entry in objects.items():
+                assert (entry.namespace, entry.hash) == (namespace, page_hash)
+                assert not entry.dead
+        pins: Counter[int] = Counter()
+        by_id: dict[int, Entry] = {}
+        for held in self._pins.values():
+            for entry in held.entries:
+                pins[id(entry)] += 1
+                by_id[id(entry)] = entry
+        for entry in indexed:
+            by_id[id(entry)] = entry
+        for key, entry in by_id.items():
+            assert entry.pins == pins[key], f"{entry.pins} pins counted, {pins[key]} held"
+        assert self.pinned_bytes == sum(entry.length for entry in by_id.values() if entry.pins)
+        blocks = [entry.offset for entry in by_id.values()]
+        blocks += [offset for held in self._reservations.values() for offset in held.offsets]
+        assert len(blocks) == len(set(blocks)), "two objects share a block"
+        assert sorted(blocks) == sorted(self.allocator._size_of_used), "a block without an owner, or an owner without a block"
+
+
+def _group(keys: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    grouped: dict[bytes, list[bytes]] = {}
+    for namespace, page_hash in keys:
+        grouped.setdefault(namespace, []).append(page_hash)
+    return [(namespace, b"".join(hashes)) for namespace, hashes in grouped.items()]

@@ -1,0 +1,214 @@
+"""The engine's L2 memory as a mover reaches it: mapped from a memfd, or through process_vm_readv/writev.
+
+Both copy a page body run by run in chunks that stay in the CPU's cache, so that the checksum reads each chunk from there:
+copy and checksum together cost little more than the copy. What a load returns is the checksum of the bytes that arrived.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import os
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+import xxhash
+
+from hicache_mooncake.protocol import Region
+from hicache_mooncake.transfer.mapping import Mapping
+
+CHUNK = 256 << 10
+"""Copy and checksum step: measured best between 128 KiB and 512 KiB (benchmarks/shm.py prints the ratio to memcpy)."""
+
+
+class EngineMemoryError(Exception):
+    """Engine memory could not be reached: an address outside the regions shared at attach, or a refused system call."""
+
+
+class EngineMemory(Protocol):
+    """Where page bodies come from and go to. A body is the concatenation of the runs at `addresses`, of `lengths` bytes."""
+
+    def store(self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int) -> int:
+        """Engine -> segment. Returns xxh3-64 of the body as it lies in the segment."""
+
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        """Segment -> engine. Returns xxh3-64 of what arrived."""
+
+    def receive(self, sock: socket.socket, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        """Socket -> engine. Returns xxh3-64 of what arrived. Raises ConnectionError when the peer ends in mid-body."""
+
+    def close(self) -> None: ...
+
+
+class MappedMemory:
+    """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors."""
+
+    def __init__(self, regions: Sequence[Region], fds: Sequence[int]) -> None:
+        self._mappings: list[Mapping] = []
+        self._starts: list[int] = []
+        try:
+            for region in sorted(regions, key=lambda r: r.address):
+                mapping = Mapping(fds[region.fd], region.length, offset=region.fd_offset, writable=True)
+                mapping.populate_in_background()
+                self._mappings.append(mapping)
+                self._starts.append(region.address)
+        except OSError:
+            self.close()
+            raise
+
+    def _view(self, address: int, length: int) -> memoryview:
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at >= 0:
+            offset = address - self._starts[at]
+            mapping = self._mappings[at]
+            if offset + length <= mapping.length:
+                return mapping.view[offset : offset + length]
+        raise EngineMemoryError(f"{length} bytes at {address:#x} are outside the memory shared at attach")
+
+    def store(self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int) -> int:
+        digest = xxhash.xxh3_64()
+        at = 0
+        for address, length in zip(addresses, lengths, strict=True):
+            source = self._view(address, length)
+            for start in range(0, length, CHUNK):
+                end = min(start + CHUNK, length)
+                piece = target[at + start : at + end]
+                piece[:] = source[start:end]
+                digest.update(piece)
+            at += length
+        return digest.intdigest()
+
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        digest = xxhash.xxh3_64()
+        at = 0
+        for address, length in zip(addresses, lengths, strict=True):
+            target = self._view(address, length)
+            for start in range(0, length, CHUNK):
+                end = min(start + CHUNK, length)
+                piece = target[start:end]
+                piece[:] = source[at + start : at + end]
+                digest.update(piece)
+            at += length
+        return digest.intdigest()
+
+    def receive(self, sock: socket.socket, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        digest = xxhash.xxh3_64()
+        for address, length in zip(addresses, lengths, strict=True):
+            target = self._view(address, length)
+            receive_into(sock, target, digest)
+        return digest.intdigest()
+
+    def close(self) -> None:
+        for mapping in self._mappings:
+            mapping.close()
+        self._mappings = []
+        self._starts = []
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_VM_ARGS = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+for _name in ("process_vm_readv", "process_vm_writev"):
+    _function = getattr(_libc, _name)
+    _function.argtypes = _VM_ARGS
+    _function.restype = ctypes.c_ssize_t
+_MAX_IOV = 512
+
+
+class ForeignMemory:
+    """Memory of another process, by system call. Needs ptrace rights over it (same user, and Yama where it is on)."""
+
+    def __init__(self, pid: int, regions: Sequence[Region]) -> None:
+        self._pid = pid
+        self._regions = sorted((region.address, region.address + region.length) for region in regions)
+        self._starts = [start for start, _ in self._regions]
+        self._bounce = memoryview(ctypes.create_string_buffer(CHUNK)).cast("B")
+        self._bounce_address = ctypes.addressof(ctypes.c_char.from_buffer(self._bounce))
+
+    def _check(self, address: int, length: int) -> None:
+        at = bisect.bisect_right(self._starts, address) - 1
+        if at < 0 or address + length > self._regions[at][1]:
+            raise EngineMemoryError(f"{length} bytes at {address:#x} are outside the memory shared at attach")
+
+    def transfer(self, write: bool, local: int, remote: Sequence[tuple[int, int]]) -> None:
+        """Move the concatenation of `remote` (address, length) pairs to or from `local`, in whole."""
+        call = _libc.process_vm_writev if write else _libc.process_vm_readv
+        for first in range(0, len(remote), _MAX_IOV):
+            part = remote[first : first + _MAX_IOV]
+            total = sum(length for _, length in part)
+            mine = _IoVec(local, total)
+            theirs = (_IoVec * len(part))(*part)
+            moved = call(self._pid, ctypes.addressof(mine), 1, ctypes.addressof(theirs), len(part), 0)
+            if moved != total:
+                error = ctypes.get_errno() if moved < 0 else 0
+                verb = "write" if write else "read"
+                raise EngineMemoryError(f"process_vm_{verb}v of {total} bytes: {os.strerror(error) if error else moved}")
+            local += total
+
+    def _pieces(self, addresses: Sequence[int], lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """The body in groups of at most CHUNK bytes, each a list of (address, length)."""
+        groups: list[list[tuple[int, int]]] = [[]]
+        room = CHUNK
+        for address, length in zip(addresses, lengths, strict=True):
+            self._check(address, length)
+            at = 0
+            while at < length:
+                if room == 0:
+                    groups.append([])
+                    room = CHUNK
+                step = min(room, length - at)
+                groups[-1].append((address + at, step))
+                at += step
+                room -= step
+        return groups
+
+    def store(self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int) -> int:
+        digest = xxhash.xxh3_64()
+        at = 0
+        for group in self._pieces(addresses, lengths):
+            size = sum(length for _, length in group)
+            self.transfer(False, target_address + at, group)
+            digest.update(target[at : at + size])
+            at += size
+        return digest.intdigest()
+
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        # The checksum is taken after the copy: had the source changed before or during it, the checksum would tell.
+        digest = xxhash.xxh3_64()
+        at = 0
+        for group in self._pieces(addresses, lengths):
+            size = sum(length for _, length in group)
+            self.transfer(True, source_address + at, group)
+            digest.update(source[at : at + size])
+            at += size
+        return digest.intdigest()
+
+    def receive(self, sock: socket.socket, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        digest = xxhash.xxh3_64()
+        for group in self._pieces(addresses, lengths):
+            size = sum(length for _, length in group)
+            receive_into(sock, self._bounce[:size], digest)
+            self.transfer(True, self._bounce_address, group)
+        return digest.intdigest()
+
+    def close(self) -> None:
+        pass
+
+
+def receive_into(sock: socket.socket, target: memoryview, digest: xxhash.xxh3_64) -> None:
+    """Fill `target` from a blocking socket whose SO_RCVTIMEO bounds each wait. Raises ConnectionError or TimeoutError."""
+    at, size = 0, len(target)
+    while at < size:
+        piece = target[at : min(at + CHUNK, size)]
+        try:
+            got = sock.recv_into(piece, 0, socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError("peer stopped sending") from error
+        if got == 0:
+            raise ConnectionError("peer closed the connection in mid-body")
+        digest.update(piece[:got])
+        at += got

@@ -1,0 +1,164 @@
+"""Pages between nodes over TCP: headers as frames, bodies as raw bytes straight from the segment into the destination.
+
+The reader names pages by key and never by address. A connection carries one request at a time; whoever gives up in mid-body
+closes it, which is the fence: nothing that the peer still sends can land anywhere.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hicache_mooncake import protocol as p
+
+_HEADER = struct.Struct("<I")
+_MAX_HEADER_BYTES = 16 << 20
+_SEND_BYTES = 4 << 20
+_MAX_IOV = 512
+
+fetch_decoder = p.decoder(p.Fetch)
+reply_decoder = p.decoder(p.FetchReply | p.Refused)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`host:port`, `[v6]:port`. Raises ValueError with the form that is wanted."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"address {address!r}: expected host:port (IPv6 in brackets, [::1]:7000)")
+    if host.startswith("[") and host.endswith("]"):
+        return host[1:-1], int(port)
+    if ":" in host:
+        raise ValueError(f"address {address!r}: an IPv6 host goes in brackets, [{host}]:{port}")
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen(address: str) -> socket.socket:
+    """Bind and listen. Raises OSError as the system says it (address in use, not of this host)."""
+    host, port = parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(256)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def set_timeouts(sock: socket.socket, seconds: float) -> None:
+    """Bound each blocking send and receive by the kernel, without Python's poll before every call."""
+    seconds = max(seconds, 0.001)
+    value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+def prepare(sock: socket.socket) -> None:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def send_message(sock: socket.socket, message: p.Message) -> None:
+    body = p.encode(message)
+    try:
+        sock.sendall(_HEADER.pack(len(body)) + body)
+    except BlockingIOError as error:
+        raise TimeoutError("peer does not read") from error
+
+
+def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+    """Raises ConnectionError, TimeoutError, or ProtocolError for what does not decode."""
+    (length,) = _HEADER.unpack(_receive_exactly(sock, 4))
+    if length > _MAX_HEADER_BYTES:
+        raise p.ProtocolError(f"header of {length} bytes announced: the limit is {_MAX_HEADER_BYTES}")
+    body = _receive_exactly(sock, length)
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise p.ProtocolError(f"message not understood: {error}") from error
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            part = sock.recv(size - len(data), socket.MSG_WAITALL)
+        except BlockingIOError as error:
+            raise TimeoutError("peer does not send") from error
+        if not part:
+            raise ConnectionError("peer closed the connection")
+        data += part
+    return bytes(data)
+
+
+def send_bodies(sock: socket.socket, bodies: Sequence[memoryview], deadline: float) -> None:
+    """Send every body whole, gathered into few system calls. Raises ConnectionError or TimeoutError."""
+    queue: list[memoryview] = list(bodies)
+    first = 0
+    while first < len(queue):
+        size, last = 0, first
+        while last < len(queue) and last - first < _MAX_IOV and size < _SEND_BYTES:
+            size += len(queue[last])
+            last += 1
+        if time.monotonic() > deadline:
+            raise TimeoutError("peer reads too slowly")
+        try:
+            sent = sock.sendmsg(queue[first:last])
+        except BlockingIOError as error:
+            raise TimeoutError("peer does not read") from error
+        while first < last and sent >= len(queue[first]):
+            sent -= len(queue[first])
+            first += 1
+        if sent:
+            queue[first] = queue[first][sent:]
+
+
+class PeerConnection:
+    """A reader's connection to one node's data port. Not thread-safe. After any exception it must be closed."""
+
+    def __init__(self, peer: p.Peer, deadline: float) -> None:
+        """Raises OSError or TimeoutError when the peer cannot be reached before the deadline (`time.monotonic()`)."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("deadline passed before connecting")
+        self.peer = peer
+        self.sock = socket.create_connection((peer.host, peer.port), timeout=left)
+        prepare(self.sock)
+
+    def request(self, fetch: p.Fetch, deadline: float) -> None:
+        self._bound(deadline)
+        send_message(self.sock, fetch)
+
+    def reply(self, deadline: float) -> p.FetchReply:
+        """The peer's verdicts; bodies follow for LOCAL ones. Raises ProtocolError when the peer refuses."""
+        self._bound(deadline)
+        message = receive_message(self.sock, reply_decoder)
+        if isinstance(message, p.Refused):
+            raise p.ProtocolError(f"node {self.peer.node} refused: {message.reason}")
+        assert isinstance(message, p.FetchReply)
+        return message
+
+    def _bound(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("deadline passed")
+        set_timeouts(self.sock, left)
+
+    def bound(self, deadline: float) -> socket.socket:
+        """The socket, with its waits bounded by the deadline: for receiving one body."""
+        self._bound(deadline)
+        return self.sock
+
+    def close(self) -> None:
+        self.sock.close()

@@ -1,0 +1,132 @@
+"""Frames of msgpack messages over a UNIX stream socket, with file descriptors riding along.
+
+A frame is a little-endian u32 length and the body. Descriptors sent with a frame arrive with its first byte, so they are
+in `Wire.take_fds()` once `receive` has returned that frame's message.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from hicache_mooncake.protocol import MAX_FRAME_BYTES, Message, ProtocolError, encode
+
+_HEADER = struct.Struct("<I")
+_MAX_FDS = 64
+_READ_BYTES = 1 << 16
+
+
+class WireClosed(ConnectionError):
+    """The peer is gone (or the frame it was sending never ended)."""
+
+
+class WireTimeout(TimeoutError):
+    """The deadline passed. The stream may be in mid-frame: the only thing left to do with it is `close()`."""
+
+
+class Wire:
+    """One connection. Not thread-safe: one user at a time. Owns its socket and every descriptor not yet taken."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Message, fds: Iterable[int] = (), deadline: float | None = None) -> None:
+        """Raises WireClosed when the peer is gone, WireTimeout when it does not read."""
+        body = encode(message)
+        if len(body) > MAX_FRAME_BYTES:
+            raise ProtocolError(f"frame of {len(body)} bytes: the limit is {MAX_FRAME_BYTES}")
+        data = _HEADER.pack(len(body)) + body
+        descriptors = list(fds)
+        self._set_timeout(deadline)
+        try:
+            if descriptors:
+                sent = socket.send_fds(self._sock, [data], descriptors)
+                if sent < len(data):
+                    self._sock.sendall(data[sent:])
+            else:
+                self._sock.sendall(data)
+        except TimeoutError as error:
+            raise WireTimeout("peer does not read") from error
+        except OSError as error:
+            raise WireClosed(str(error)) from error
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[Any], deadline: float | None = None) -> Any:
+        """The next message. `deadline` is on `time.monotonic()`; None waits for ever. Raises WireClosed, WireTimeout,
+        or ProtocolError for a frame that does not decode."""
+        buffer = self._buffer
+        while True:
+            if len(buffer) >= 4:
+                (length,) = _HEADER.unpack_from(buffer)
+                if length > MAX_FRAME_BYTES:
+                    raise ProtocolError(f"frame of {length} bytes announced: the limit is {MAX_FRAME_BYTES}")
+                if len(buffer) >= 4 + length:
+                    body = bytes(memoryview(buffer)[4 : 4 + length])
+                    del buffer[: 4 + length]
+                    try:
+                        return decoder.decode(body)
+                    except msgspec.MsgspecError as error:
+                        raise ProtocolError(f"message not understood: {error}") from error
+            self._set_timeout(deadline)
+            try:
+                data, fds, _flags, _address = socket.recv_fds(self._sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            except TimeoutError as error:
+                raise WireTimeout("no answer before the deadline") from error
+            except OSError as error:
+                raise WireClosed(str(error)) from error
+            self._fds.extend(fds)
+            if not data:
+                raise WireClosed("peer closed the connection")
+            buffer += data
+
+    def take_fds(self) -> list[int]:
+        """Descriptors received so far; the caller owns them now."""
+        fds, self._fds = self._fds, []
+        return fds
+
+    def close(self) -> None:
+        for fd in self.take_fds():
+            os.close(fd)
+        self._sock.close()
+
+    def shutdown(self) -> None:
+        """Wake a thread that is blocked in `receive` on this connection; it sees WireClosed."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def _set_timeout(self, deadline: float | None) -> None:
+        if deadline is None:
+            if self._sock.gettimeout() is not None:
+                self._sock.settimeout(None)
+            return
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WireTimeout("deadline passed")
+        self._sock.settimeout(left)
+
+
+def connect(path: str, timeout_s: float) -> Wire:
+    """Connect to a node's UNIX socket. Raises WireClosed (with the reason) or WireTimeout."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(path)
+    except TimeoutError as error:
+        sock.close()
+        raise WireTimeout(f"no store node accepted on {path} within {timeout_s:g} s") from error
+    except OSError as error:
+        sock.close()
+        raise WireClosed(f"no store node on {path}: {error.strerror or error}") from error
+    return Wire(sock)

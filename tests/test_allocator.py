@@ -1,0 +1,71 @@
+"""The segment allocator: blocks never overlap, freed neighbours become one block, and a full segment says no."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hicache_mooncake.node.allocator import GRANULE, Allocator
+
+
+def test_uniform_pages_fill_the_segment_to_the_last_one() -> None:
+    allocator = Allocator(100 * 8192)
+    offsets = [allocator.allocate(8192) for _ in range(100)]
+    assert sorted(o for o in offsets if o is not None) == [i * 8192 for i in range(100)]
+    assert allocator.allocate(1) is None
+    allocator.validate()
+
+
+def test_freed_neighbours_coalesce_into_room_for_a_larger_page() -> None:
+    allocator = Allocator(16 * GRANULE)
+    offsets = [allocator.allocate(GRANULE) for _ in range(16)]
+    for offset in offsets[4:8]:
+        assert offset is not None
+        allocator.free(offset)
+    assert allocator.allocate(4 * GRANULE) == 4 * GRANULE
+    allocator.validate()
+
+
+def test_a_block_is_rounded_up_to_whole_granules() -> None:
+    allocator = Allocator(2 * GRANULE)
+    first, second = allocator.allocate(1), allocator.allocate(GRANULE)
+    assert {first, second} == {0, GRANULE}
+    assert allocator.used == 2 * GRANULE
+
+
+def test_bad_requests_are_errors_and_change_nothing() -> None:
+    allocator = Allocator(4 * GRANULE)
+    with pytest.raises(ValueError, match="0 bytes"):
+        allocator.allocate(0)
+    with pytest.raises(KeyError):
+        allocator.free(GRANULE)
+    with pytest.raises(ValueError, match="at least"):
+        Allocator(10)
+    allocator.validate()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300 * GRANULE)), max_size=120), st.integers(0, 2**32))
+def test_any_sequence_keeps_every_byte_in_one_block(steps: list[tuple[bool, int]], seed: int) -> None:
+    rng = random.Random(seed)
+    allocator = Allocator(1000 * GRANULE)
+    live: dict[int, int] = {}
+    for allocate, size in steps:
+        if allocate or not live:
+            offset = allocator.allocate(size)
+            if offset is not None:
+                assert all(offset + size <= o or o + s <= offset for o, s in live.items())
+                live[offset] = size
+            else:
+                free = allocator.capacity - allocator.used
+                assert free < size or live, "an empty segment must have room"
+        else:
+            offset = rng.choice(list(live))
+            del live[offset]
+            allocator.free(offset)
+        allocator.validate()
+    for offset in live:
+        allocator.free(offset)
+    allocator.validate()
+    assert allocator.allocate(allocator.capacity) == 0
