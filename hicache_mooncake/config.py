@@ -37,6 +37,7 @@ from hicache_mooncake.config_values import (
     available_memory_bytes,
     default_dram_bytes,
     default_socket,
+    display,
     is_loopback,
     join_address,
     parse_bool,
@@ -86,6 +87,17 @@ class Settings:
     sources: dict[str, str] = field(default_factory=dict, compare=False)
     """Attribute -> where its value came from."""
 
+    def node_options(self) -> list[str]:
+        """Options of `hicache-mooncake node` that start a node with exactly these settings, whatever its environment says."""
+        options: list[str] = []
+        for setting in SETTINGS:
+            value = getattr(self, setting.attribute)
+            if setting.option and isinstance(value, bool):
+                options.append(setting.option if value else setting.option.replace("--", "--no-", 1))
+            elif setting.option:
+                options += [setting.option, ",".join(value) if isinstance(value, tuple) else str(value)]
+        return options
+
     def describe(self) -> str:
         """One line for the log at start-up: every value, and in brackets where it came from unless that is the default."""
         parts = []
@@ -94,14 +106,6 @@ class Settings:
             note = "" if origin == "default" else f" ({origin})"
             parts.append(f"{setting.attribute}={display(getattr(self, setting.attribute))}{note}")
         return ", ".join(parts)
-
-
-def display(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(str(item) for item in value) or "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if value != "" else "none"
 
 
 # --------------------------------------------------------------------------- layers

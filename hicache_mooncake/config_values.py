@@ -107,10 +107,10 @@ def parse_metrics(value: object) -> str:
 
 
 def parse_masters(value: object) -> tuple[str, ...]:
-    parts = list(value) if isinstance(value, list | tuple) else parse_text(value).split(",")
+    given = value if isinstance(value, list | tuple) else [value]
+    parts = [part for item in given for part in parse_text(item).split(",")]
     masters: list[str] = []
-    for part in parts:
-        text = parse_text(part)
+    for text in map(str.strip, parts):
         if "://" in text:
             raise ValueError(
                 "leader discovery through etcd, redis or Kubernetes is not there yet: give the masters as a static list, "
@@ -194,6 +194,14 @@ def choice_of(choices: tuple[str, ...]) -> Callable[[object], str]:
         return text
 
     return parse
+
+
+def display(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(str(item) for item in value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if value != "" else "none"
 
 
 # --------------------------------------------------------------------------- defaults

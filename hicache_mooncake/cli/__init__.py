@@ -1,0 +1,187 @@
+"""The command `hicache-mooncake`. Commands import what they need when they run: --help must not wait for sockets or LMDB."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hicache_mooncake import __version__
+
+if TYPE_CHECKING:
+    from hicache_mooncake.config import Settings
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A shared KV-cache pool for SGLang HiCache.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Socket = Annotated[str | None, typer.Option(help="UNIX socket of this host's node.")]
+Config = Annotated[Path | None, typer.Option(help="Config file, JSON or TOML.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning, error or critical.")]
+
+CONFIG_EXIT = 2
+"""Exit status for a configuration that cannot be used, as for a wrong option."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"hicache-mooncake {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+def _settings(explicit: dict[str, object]) -> tuple[Settings, list[str]]:
+    """The effective configuration; a wrong one ends the process with its message."""
+    from hicache_mooncake.config import ConfigError, load_settings
+
+    try:
+        return load_settings(explicit=explicit)
+    except ConfigError as error:
+        print(f"hicache-mooncake: {error}", file=sys.stderr)
+        raise typer.Exit(CONFIG_EXIT) from None
+
+
+@app.command("demo")
+def demo_command(
+    keep: Annotated[bool, typer.Option(help="Leave everything running at the end.")] = False,
+    workdir: Annotated[Path, typer.Option(help="Where logs, sockets and the demo's model go.")] = Path(".demo"),
+    model: Annotated[Path | None, typer.Option(help="Serve this model instead of the tiny one that comes along.")] = None,
+) -> None:
+    """Show the pool at work on this machine, from nothing."""
+    from hicache_mooncake.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(keep=keep, workdir=workdir, model=model))
+
+
+@app.command("node")
+def node_command(
+    dram: Annotated[str | None, typer.Option(help="Memory for the pool, such as 64gb.")] = None,
+    socket: Socket = None,
+    listen: Annotated[str | None, typer.Option(help="host:port for other nodes; port 0 lets the system choose.")] = None,
+    advertise: Annotated[str | None, typer.Option(help="host or host:port under which other nodes reach this one.")] = None,
+    master: Annotated[list[str] | None, typer.Option(help="A master, host:port; repeat it, or separate by commas.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name in the cluster.")] = None,
+    metrics: Annotated[str | None, typer.Option(help="host:port of /metrics, or off.")] = None,
+    high_watermark: Annotated[float | None, typer.Option(help="Part of the memory above which to evict.")] = None,
+    low_watermark: Annotated[float | None, typer.Option(help="Part of the memory down to which to evict.")] = None,
+    hugepages: Annotated[bool | None, typer.Option(help="Back the memory with reserved huge pages.")] = None,
+    log_level: LogLevel = None,
+    config: Config = None,
+    embedded: Annotated[bool, typer.Option("--embedded", hidden=True, help="Started by an engine.")] = False,
+    idle_exit_s: Annotated[float | None, typer.Option(hidden=True, help="End after so long without an engine.")] = None,
+) -> None:
+    """Run this host's store node."""
+    import logging
+
+    from hicache_mooncake.cli import logs
+
+    settings, notices = _settings(
+        {
+            "node": "embedded",  # This process is the node: what says that another one runs elsewhere is meant for engines.
+            "dram": dram,
+            "socket": socket,
+            "listen": listen,
+            "advertise": advertise,
+            "master": master or None,
+            "name": name,
+            "metrics": metrics,
+            "high_watermark": high_watermark,
+            "low_watermark": low_watermark,
+            "hugepages": hugepages,
+            "log_level": log_level,
+            "config": config,
+        }
+    )
+    logs.set_up(settings.log_level)
+    log = logging.getLogger("hicache_mooncake")
+    for notice in notices:
+        log.info(notice)
+    log.info("node %s: %s", __version__, settings.describe())
+
+    from hicache_mooncake.node.service import NodeError, run_node
+
+    try:
+        raise typer.Exit(run_node(settings, embedded=embedded, idle_exit_s=idle_exit_s))
+    except NodeError as error:
+        log.error("the node cannot start: %s", error)
+        raise typer.Exit(1) from None
+
+
+@app.command("master")
+def master_command(
+    listen: Annotated[str, typer.Option(help="host:port for the nodes.")] = "0.0.0.0:50051",
+    metrics: Annotated[str, typer.Option(help="host:port of /metrics, or off.")] = "off",
+    heartbeat_s: Annotated[float, typer.Option(help="How often nodes report.", min=0.05, max=60)] = 1.0,
+    ttl_s: Annotated[float, typer.Option(help="A node silent for so long loses its keys.", min=0.1, max=600)] = 5.0,
+    max_keys: Annotated[int, typer.Option(help="Most keys in the directory, about 200 bytes each.", min=1)] = 50_000_000,
+    log_level: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_LOG_LEVEL", help="As for node.")] = "info",
+) -> None:
+    """Run a metadata master. Several are equals: give nodes all of their addresses."""
+    import logging
+
+    from hicache_mooncake.cli import logs
+    from hicache_mooncake.config import join_address, split_address
+    from hicache_mooncake.config_table import BY_ATTRIBUTE
+
+    problem = ""
+    try:
+        address = join_address(*split_address(listen))
+        metrics_address = str(BY_ATTRIBUTE["metrics"].parse(metrics))
+        level = str(BY_ATTRIBUTE["log_level"].parse(log_level))
+        if ttl_s < 2 * heartbeat_s:
+            problem = f"--ttl-s {ttl_s:g} must be at least twice --heartbeat-s {heartbeat_s:g}: a late report is no dead node"
+    except ValueError as error:
+        problem = f"{error} (listen {listen!r}, metrics {metrics!r}, log level {log_level!r})"
+    if problem:
+        print(f"hicache-mooncake: {problem}", file=sys.stderr)
+        raise typer.Exit(CONFIG_EXIT)
+    logs.set_up(level)
+
+    from hicache_master.server import MasterError, run_master
+
+    try:
+        run_master(address, metrics_address or None, heartbeat_s=heartbeat_s, ttl_s=ttl_s, max_keys=max_keys)
+    except MasterError as error:
+        logging.getLogger("hicache_master").error("the master cannot start: %s", error)
+        raise typer.Exit(1) from None
+
+
+@app.command("status")
+def status_command(
+    socket: Socket = None,
+    master: Annotated[str | None, typer.Option(help="Ask this master, host:port, for the cluster.")] = None,
+    json: Json = False,
+    config: Config = None,
+) -> None:
+    """Show what the node on this host, or a master, knows: nodes, bytes, objects, hit rates."""
+    from hicache_mooncake.cli.status import run_status
+
+    settings, _ = _settings({"socket": socket, "master": master, "config": config})
+    ask_node = socket is not None or master is None
+    raise typer.Exit(run_status(settings.socket if ask_node else None, settings.masters if master else (), as_json=json))
+
+
+@app.command("doctor")
+def doctor_command(socket: Socket = None, json: Json = False, config: Config = None) -> None:
+    """Check this host: what would be used, why, and what to do about the rest."""
+    from hicache_mooncake.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor({"socket": socket, "config": config}, as_json=json))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="hicache-mooncake")

@@ -1,0 +1,209 @@
+"""`hicache-mooncake status`: asks a node on its UNIX socket, or a master, and prints the answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hicache_mooncake import protocol
+from hicache_mooncake.config import join_address, split_address
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TIMEOUT_S = 3.0
+
+
+class Unreachable(Exception):
+    """Nobody gave a usable answer. The text says what was tried and what to do next."""
+
+
+# --------------------------------------------------------------------------- asking
+
+
+def ask_node(socket_path: str, timeout_s: float = TIMEOUT_S) -> tuple[protocol.Welcome, protocol.AdminReport]:
+    """The node's greeting and its account of itself. Raises Unreachable."""
+    from hicache_mooncake import wire
+
+    deadline = time.monotonic() + timeout_s
+    decoder = protocol.decoder(protocol.FromNode)
+    hint = "start one with `hicache-mooncake node`, or give its socket with --socket"
+    try:
+        connection = wire.connect(socket_path, timeout_s)
+    except (OSError, wire.WireClosed, wire.WireTimeout) as error:
+        raise Unreachable(f"no node answers on {socket_path} ({error}): {hint}") from None
+    try:
+        client = f"{os.getpid()}:admin:0"
+        connection.send(protocol.Hello(protocol.PROTOCOL_MIN, protocol.PROTOCOL_MAX, "admin", client), deadline=deadline)
+        welcome = connection.receive(decoder, deadline)
+        if not isinstance(welcome, protocol.Welcome):
+            raise Unreachable(f"the node on {socket_path} refuses: {_reason(welcome)}")
+        connection.send(protocol.AdminStatus(), deadline=deadline)
+        report = connection.receive(decoder, deadline)
+        if not isinstance(report, protocol.AdminReport):
+            raise Unreachable(f"the node on {socket_path} gives no report: {_reason(report)}")
+        return welcome, report
+    except (OSError, wire.WireClosed, wire.WireTimeout, protocol.ProtocolError) as error:
+        raise Unreachable(
+            f"the node on {socket_path} took the connection but did not answer properly ({error}): look at its log, restart it"
+        ) from None
+    finally:
+        connection.close()
+
+
+def ask_master(address: str, timeout_s: float = TIMEOUT_S) -> protocol.ClusterReport:
+    """A master's view of the cluster. `address` is host:port. Raises Unreachable."""
+    import zmq
+
+    host, port = split_address(address)
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.ipv6 = True
+    try:
+        socket.connect(f"tcp://{join_address(host, port)}")
+        socket.send(protocol.encode(protocol.ClusterStatus()))
+        if not socket.poll(round(timeout_s * 1000)):
+            raise Unreachable(f"no master answers on {address} in {timeout_s:g} s: start one with `hicache-mooncake master`")
+        report = protocol.decoder(protocol.FromMaster).decode(socket.recv())
+    except (zmq.ZMQError, msgspec.MsgspecError) as error:
+        raise Unreachable(
+            f"{address} gives no answer that this version reads ({error}): is it a hicache-mooncake master?"
+        ) from None
+    finally:
+        socket.close()
+        context.term()
+    if not isinstance(report, protocol.ClusterReport):
+        raise Unreachable(f"the master on {address} gives no report: {_reason(report)}")
+    return report
+
+
+def _reason(message: protocol.Message) -> str:
+    return message.reason if isinstance(message, protocol.Refused) else f"answered with {type(message).__name__}"
+
+
+# --------------------------------------------------------------------------- showing
+
+
+def human_bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def rate(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _node_table(report: protocol.AdminReport) -> RenderableType:
+    from rich.table import Table
+
+    table = Table("this node", "", title_justify="left")
+    figures = report.node
+    for name, value in figures.items():
+        if name == "pid" or isinstance(value, bool) or not isinstance(value, int | float):
+            text = str(value)
+        else:
+            text = human_bytes(value) if name.endswith("_bytes") else f"{value:,.10g}"
+        table.add_row(name, text)
+    used, capacity = figures.get("used_bytes"), figures.get("capacity_bytes")
+    if isinstance(used, int) and isinstance(capacity, int):
+        table.add_row("full", rate(used, capacity))
+    hits, lookups = figures.get("hit_keys"), figures.get("lookup_keys")
+    if isinstance(hits, int) and isinstance(lookups, int):
+        table.add_row("hit rate", rate(hits, lookups))
+    return table
+
+
+def _cluster_table(nodes: Sequence[protocol.NodeInfo], title: str) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(
+        "node", "address", "state", "used", "capacity", "full", "objects", "keys", "hit rate", "last seen", title=title
+    )
+    for info in nodes:
+        table.add_row(
+            info.node,
+            join_address(info.host, info.port),
+            info.state,
+            human_bytes(info.used_bytes),
+            human_bytes(info.capacity_bytes),
+            rate(info.used_bytes, info.capacity_bytes),
+            f"{info.objects:,}",
+            f"{info.keys:,}",
+            rate(info.hits, info.lookups),
+            f"{info.age_s:.1f} s ago",
+        )
+    if len(nodes) > 1:
+        used, capacity = sum(info.used_bytes for info in nodes), sum(info.capacity_bytes for info in nodes)
+        table.add_section()
+        table.add_row(
+            f"{len(nodes)} nodes",
+            "",
+            "",
+            human_bytes(used),
+            human_bytes(capacity),
+            rate(used, capacity),
+            f"{sum(info.objects for info in nodes):,}",
+            f"{sum(info.keys for info in nodes):,}",
+            rate(sum(info.hits for info in nodes), sum(info.lookups for info in nodes)),
+            "",
+        )
+    return table
+
+
+def _plain(info: protocol.NodeInfo) -> dict[str, object]:
+    return {name: getattr(info, name) for name in info.__struct_fields__}
+
+
+def run_status(socket_path: str | None, masters: Sequence[str], *, as_json: bool) -> int:
+    """Ask and print. Exit status 1 when one of those asked gives no answer; what the others said is printed all the same."""
+    result: dict[str, object] = {}
+    shown: list[RenderableType] = []
+    problems: list[str] = []
+    if socket_path is not None:
+        try:
+            welcome, report = ask_node(socket_path)
+            result["node"] = {"name": welcome.node, "protocol": welcome.version, **report.node}
+            result["cluster"] = [_plain(info) for info in report.cluster]
+            if not as_json:
+                shown.append(_node_table(report))
+                if report.cluster:
+                    shown.append(_cluster_table(report.cluster, "cluster, as this node's master sees it"))
+        except Unreachable as error:
+            problems.append(str(error))
+    answers: dict[str, object] = {}
+    for address in masters:
+        try:
+            cluster = ask_master(address)
+            answers[address] = {
+                "keys": cluster.keys,
+                "protocol": cluster.version,
+                "nodes": [_plain(info) for info in cluster.nodes],
+            }
+            if not as_json:
+                shown.append(_cluster_table(cluster.nodes, f"cluster, as {address} sees it: {cluster.keys:,} keys"))
+        except Unreachable as error:
+            problems.append(str(error))
+    if masters:
+        result["masters"] = answers
+    if as_json:
+        print(json.dumps(result | ({"problems": problems} if problems else {}), indent=2))
+    else:
+        from rich.console import Console
+
+        # In a pipe there is no width to keep to.
+        console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=200)
+        for item in shown:
+            console.print(item)
+    for problem in problems:
+        print(f"hicache-mooncake: {problem}", file=sys.stderr)
+    return 1 if problems else 0

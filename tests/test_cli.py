@@ -1,0 +1,420 @@
+"""The command line: what it says when nothing runs, what it costs to ask it, and what `doctor` finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hicache_mooncake import protocol
+from hicache_mooncake.cli import doctor
+from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, human_bytes, rate
+from hicache_mooncake.config import Settings, load_settings
+from hicache_mooncake.wire import Wire, WireClosed
+
+ROOT = Path(__file__).resolve().parent.parent
+CLEAN = {name: value for name, value in os.environ.items() if not re.match(r"(HICACHE_|SGLANG_HICACHE_)?MOONCAKE_", name)}
+
+
+def run(*arguments: str, timeout_s: float = 60, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hicache_mooncake.cli", *arguments]
+    path = f"{ROOT}{os.pathsep}{ROOT / 'master'}"
+    environment = CLEAN | {"PYTHONPATH": path, "COLUMNS": "200"} | environ
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=timeout_s)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return load_settings({"dram": "64mb"}, {"XDG_RUNTIME_DIR": str(tmp_path)})[0]
+
+
+# --------------------------------------------------------------------------- a node and a master that answer as told
+
+
+@contextmanager
+def scripted_node(path: Path, answers: dict[type, protocol.Message]) -> Iterator[str]:
+    """A UNIX socket that answers each kind of message with one reply; kinds it does not know end the connection."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(8)
+    decoder = protocol.decoder(protocol.FromClient)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                wire = Wire(listener.accept()[0])
+                with suppress(WireClosed):
+                    while (answer := answers.get(type(wire.receive(decoder, time.monotonic() + 10)))) is not None:
+                        wire.send(answer)
+                wire.close()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield str(path)
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+def info(name: str, state: str = "active") -> protocol.NodeInfo:
+    return protocol.NodeInfo(name, "10.0.0.1", 7000, state, 3 << 30, 4 << 30, 1000, 990, 0.25, hits=3, lookups=4)
+
+
+HEALTHY: dict[type, protocol.Message] = {
+    protocol.Hello: protocol.Welcome(protocol.PROTOCOL_MAX, "n1", b"i" * 16, 4 << 30),
+    protocol.AdminStatus: protocol.AdminReport(
+        {"used_bytes": 3 << 30, "capacity_bytes": 4 << 30, "objects": 12345, "hit_keys": 3, "lookup_keys": 4, "master": "none"},
+        [info("n1"), info("n2", "suspected")],
+    ),
+}
+
+
+@contextmanager
+def scripted_master(answer: Callable[[bytes], bytes | None]) -> Iterator[str]:
+    import zmq
+
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.linger = 0
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    done = threading.Event()
+
+    def serve() -> None:
+        while not done.is_set():
+            if router.poll(20):
+                peer, body = router.recv_multipart()
+                reply = answer(body)
+                if reply is not None:
+                    router.send_multipart([peer, reply])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        done.set()
+        thread.join(10)
+        router.close()
+        context.term()
+
+
+def report_of(*nodes: protocol.NodeInfo) -> Callable[[bytes], bytes]:
+    return lambda _: protocol.encode(protocol.ClusterReport(b"m", protocol.PROTOCOL_MAX, list(nodes), keys=1980))
+
+
+# --------------------------------------------------------------------------- help
+
+
+def test_help_imports_nothing_heavy() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "hicache_mooncake.cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=CLEAN, timeout=60)
+    assert done.returncode == 0
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
+    assert "typer" in loaded
+    assert not loaded & {"zmq", "torch", "sglang", "prometheus_client", "lmdb", "numpy", "msgspec", "xxhash"}
+
+
+def test_help_names_every_command() -> None:
+    shown = run("--help").stdout
+    assert all(re.search(rf"\b{name}\b", shown) for name in ("demo", "node", "master", "status", "doctor"))
+    assert run("--version").stdout.startswith("hicache-mooncake ")
+
+
+def test_every_option_of_a_node_is_an_option_of_the_node_command() -> None:
+    shown = run("node", "--help").stdout
+    assert all(option in shown for option in Settings().node_options() if option.startswith("--"))
+
+
+# --------------------------------------------------------------------------- wrong configurations
+
+
+@pytest.mark.parametrize("command", ["node", "status"])
+def test_a_wrong_configuration_ends_in_one_line_that_says_what_to_do(command: str) -> None:
+    done = run(command, HICACHE_MOONCAKE_DEADLINE_S="9")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("hicache-mooncake: HICACHE_MOONCAKE_DEADLINE_S = '9'")
+
+
+def test_a_node_without_memory_is_refused() -> None:
+    done = run("node", "--dram", "0")
+    assert done.returncode == 2
+    assert "would hold nothing" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--listen", "nowhere"], "port is missing"),
+        (["--listen", "h:1", "--metrics", "x"], "port is missing"),
+        (["--heartbeat-s", "5", "--ttl-s", "5"], "at least twice"),
+        (["--log-level", "loud"], "choose one of debug"),
+    ],
+)
+def test_a_wrong_master_is_refused(options: list[str], words: str) -> None:
+    done = run("master", *options)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+# --------------------------------------------------------------------------- status
+
+
+def test_status_against_nothing_is_one_clear_line_and_exit_1(tmp_path: Path) -> None:
+    path = f"{tmp_path}/none.sock"
+    done = run("status", "--socket", path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert path in done.stderr
+    assert "start one with `hicache-mooncake node`" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_status_against_no_master_says_how_to_start_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        done = run("status", "--master", f"127.0.0.1:{silent.getsockname()[1]}")
+    assert done.returncode == 1
+    assert "start one with `hicache-mooncake master`" in done.stderr
+
+
+def test_status_shows_the_node_and_its_cluster(tmp_path: Path) -> None:
+    with scripted_node(tmp_path / "n.sock", HEALTHY) as path:
+        done = run("status", "--socket", path)
+    assert done.returncode == 0, done.stderr
+    for words in ("3.0 GiB", "12,345", "75.0%", "n2", "suspected", "10.0.0.1:7000", "2 nodes", "8.0 GiB"):
+        assert words in done.stdout
+
+
+def test_status_for_machines(tmp_path: Path) -> None:
+    with scripted_node(tmp_path / "n.sock", HEALTHY) as path, scripted_master(report_of(info("n1"))) as master:
+        done = run("status", "--json", "--socket", path, "--master", master)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert shown["node"]["objects"] == 12345
+    assert [item["node"] for item in shown["cluster"]] == ["n1", "n2"]
+    assert shown["masters"][master]["keys"] == 1980
+    assert shown["masters"][master]["nodes"][0]["used_bytes"] == 3 << 30
+
+
+def test_status_of_one_shows_although_the_other_is_down(tmp_path: Path) -> None:
+    with scripted_master(report_of(info("n1"))) as master:
+        done = run("status", "--socket", f"{tmp_path}/none.sock", "--master", master)
+    assert done.returncode == 1
+    assert "n1" in done.stdout
+    assert "none.sock" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("answers", "words"),
+    [
+        ({}, "did not answer properly"),
+        ({protocol.Hello: protocol.Refused("protocol 7 is not spoken here")}, "protocol 7 is not spoken here"),
+        ({**HEALTHY, protocol.AdminStatus: protocol.Refused("not now")}, "not now"),
+        ({**HEALTHY, protocol.AdminStatus: protocol.Found(1)}, "answered with Found"),
+    ],
+)
+def test_a_node_that_answers_wrongly_is_unreachable(tmp_path: Path, answers: dict[type, protocol.Message], words: str) -> None:
+    with scripted_node(tmp_path / "n.sock", answers) as path, pytest.raises(Unreachable, match=words):
+        ask_node(path)
+
+
+def test_a_node_that_does_not_answer_costs_no_more_than_the_timeout(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as mute:
+        mute.bind(f"{tmp_path}/n.sock")
+        mute.listen()
+        started = time.monotonic()
+        with pytest.raises(Unreachable):
+            ask_node(f"{tmp_path}/n.sock", timeout_s=0.2)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("body", [b"\xff\xff", protocol.encode(protocol.Refused("no")), protocol.encode(protocol.Cleared(1))])
+def test_a_master_that_answers_wrongly_is_unreachable(body: bytes) -> None:
+    with scripted_master(lambda _: body) as address, pytest.raises(Unreachable, match=address):
+        ask_master(address)
+
+
+def test_figures_for_people() -> None:
+    shown = [human_bytes(size) for size in (0, 1023, 1536, 3 << 30, 5 << 40)]
+    assert shown == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 GiB",
+        "5.0 TiB",
+    ]
+    assert (rate(3, 4), rate(0, 0)) == ("75.0%", "-")
+
+
+# --------------------------------------------------------------------------- doctor
+
+
+def test_doctor_runs_here_and_answers_in_json(tmp_path: Path) -> None:
+    done = run("doctor", "--json", XDG_RUNTIME_DIR=str(tmp_path), HICACHE_MOONCAKE_DRAM="64mb", MOONCAKE_PROTOCOL="rdma")
+    shown = json.loads(done.stdout)
+    checks = {check["name"]: check for check in shown["checks"]}
+    assert {check["status"] for check in checks.values()} <= {"ok", "warn", "fail", "skipped"}
+    assert {"configuration", "versions", "plugin", "page copies", "process_vm_readv", "memfd_create", "memory", "huge pages",
+            "/dev/shm", "locked memory", "RDMA", "node", "master", "canary page"} <= set(checks)  # fmt: skip
+    assert checks["memfd_create"]["status"] == "ok"
+    assert shown["configuration"]["dram_bytes"] == {"value": 64 << 20, "source": "HICACHE_MOONCAKE_DRAM"}
+    assert "verbs transport" in shown["notices"][0]
+    assert shown["failed"] == sum(check["status"] == "fail" for check in checks.values())
+    assert done.returncode == (1 if shown["failed"] else 0)
+    assert all(check["advice"] for check in checks.values() if check["status"] in ("warn", "fail"))
+
+
+def test_doctor_for_people_shows_each_finding_and_its_advice(tmp_path: Path) -> None:
+    done = run("doctor", "--socket", f"{tmp_path}/none.sock")
+    assert done.returncode == 1
+    assert re.search(r"^fail +node: no node answers on .*none\.sock", done.stdout, re.MULTILINE)
+    assert "-> node=external (auto: the socket is set by --socket): a node must run already" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_doctor_reports_a_wrong_configuration_as_a_finding() -> None:
+    done = run("doctor", "--json", MOONCAKE_MASTER="etcd://h:2379")
+    assert done.returncode == 1
+    assert "static list" in json.loads(done.stdout)["checks"][0]["found"]
+
+
+def test_doctor_finds_a_node_that_runs(settings: Settings, tmp_path: Path) -> None:
+    with scripted_node(tmp_path / "n.sock", HEALTHY) as path:
+        check = doctor.node(replace(settings, socket=path))
+    assert check.status == "ok"
+    assert f"n1 on {path}, 4.0 GiB" in check.found
+
+
+def test_doctor_finds_a_node_of_another_protocol(settings: Settings, tmp_path: Path) -> None:
+    answers = {**HEALTHY, protocol.Hello: protocol.Welcome(protocol.PROTOCOL_MAX + 1, "n1", b"i" * 16, 4 << 30)}
+    with scripted_node(tmp_path / "n.sock", answers) as path:
+        assert doctor.node(replace(settings, socket=path)).status == "fail"
+
+
+def test_doctor_lets_an_embedded_node_be_started_later(settings: Settings) -> None:
+    assert doctor.node(settings).status == "ok"
+    assert "first engine rank starts one" in doctor.node(settings).found
+    assert doctor.node(replace(settings, node="off")).status == "warn"
+    assert doctor.node(replace(settings, socket="/proc/x/node.sock")).status in ("fail", "ok")
+
+
+def test_doctor_asks_each_master(settings: Settings) -> None:
+    assert doctor.masters(settings)[0].status == "ok"
+    with scripted_master(report_of(info("n1"), info("n2", "suspected"))) as address:
+        checks = doctor.masters(replace(settings, masters=(address, "127.0.0.1:1")))
+    assert [check.status for check in checks] == ["ok", "fail"]
+    assert "1 of 2 nodes active, 1,980 keys" in checks[0].found
+    assert "hicache-mooncake master" in checks[1].advice
+
+
+def test_doctor_tells_a_master_of_something_else_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ask_master", lambda address: ask_master(address, timeout_s=0.2))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        check = doctor.master(f"127.0.0.1:{other.getsockname()[1]}")
+    assert check.status == "fail"
+    assert "mooncake_master does not speak this protocol" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("environ", "sglang", "status", "words"),
+    [
+        ({}, None, "skipped", "not installed"),
+        ({}, "0.5.9", "warn", "loads no plugins"),
+        ({"HICACHE_MOONCAKE_PLUGIN": "off"}, "0.5.23", "warn", "switches it off"),
+        ({"SGLANG_PLUGINS": "other, more"}, "0.5.23", "fail", "leaves it out"),
+    ],
+)
+def test_doctor_tells_why_the_plugin_is_not_used(environ: dict[str, str], sglang: str | None, status: str, words: str) -> None:
+    check = doctor.plugin(environ, sglang)
+    assert check.status == status
+    assert words in check.found
+
+
+VM_WORKS, VM_FAILS = doctor.Check("vm", "ok", ""), doctor.Check("vm", "fail", "", "allow it")
+
+
+@pytest.mark.parametrize(
+    ("mode", "sglang", "vm", "status", "words"),
+    [
+        ("auto", "0.5.23", VM_WORKS, "ok", "memfd"),
+        ("auto", "0.5.18.post1", VM_FAILS, "ok", "memfd"),
+        ("auto", "0.5.14", VM_WORKS, "ok", "process_vm"),
+        ("auto", "0.5.14", VM_FAILS, "warn", "segment"),
+        ("memfd", "0.5.14", VM_WORKS, "fail", "no host pool in a memfd"),
+        ("process_vm", "0.5.23", VM_FAILS, "fail", "does not work"),
+        ("segment", "0.5.23", VM_FAILS, "ok", "copy_mode=segment"),
+        ("auto", None, VM_WORKS, "skipped", "not installed"),
+    ],
+)
+def test_doctor_tells_how_pages_are_copied(
+    settings: Settings, mode: str, sglang: str | None, vm: doctor.Check, status: str, words: str
+) -> None:
+    check = doctor.page_copies(replace(settings, copy_mode=mode), sglang, vm)
+    assert check.status == status
+    assert words in check.found
+
+
+def test_doctor_compares_the_nodes_memory_with_what_there_is(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 1 << 30)
+    sizes = {size: doctor.memory(replace(settings, dram_bytes=size)).status for size in (64 << 20, 900 << 20, 2 << 30)}
+    assert list(sizes.values()) == ["ok", "warn", "fail"]
+    assert doctor.memory(replace(settings, dram_bytes=2 << 30, node="external")).status == "ok"
+
+
+def test_doctor_wants_huge_pages_only_where_they_are_asked_for(settings: Settings) -> None:
+    assert doctor.huge_pages(settings).status == "ok"
+    check = doctor.huge_pages(replace(settings, hugepages=True, dram_bytes=1 << 50))
+    assert check.status == "fail"
+    assert "vm.nr_hugepages=" in check.advice
+
+
+def test_doctor_warns_of_a_lock_limit_only_beside_rdma() -> None:
+    assert doctor.memlock(rdma=False).status == "ok"
+
+
+def test_a_check_that_breaks_is_a_finding_and_hides_no_other(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> doctor.Check:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(doctor, "memfd", broken)
+    checks = {check.name: check for check in doctor.examine(replace(settings, node="off"), {})}
+    assert checks["memfd_create"].status == "warn"
+    assert "boom" in checks["memfd_create"].found
+    assert checks["canary page"].status == "skipped"
+
+
+def test_a_temporary_node_that_does_not_start_leaves_its_reason_and_no_process(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(Unreachable, match="temporary node ended with status"), doctor.temporary_node(settings):
+        pass
+
+
+# --------------------------------------------------------------------------- systemd units
+
+
+@pytest.mark.parametrize("unit", ["node", "master"])
+def test_the_units_start_commands_that_exist(unit: str) -> None:
+    text = (ROOT / "docs" / "systemd" / f"hicache-mooncake-{unit}.service").read_text()
+    (start,) = re.findall(r"^ExecStart=/usr/bin/env hicache-mooncake (.*)$", text, re.MULTILINE)
+    command, *words = start.split()
+    assert command == unit
+    shown = run(command, "--help").stdout
+    assert all(word in shown for word in words if word.startswith("--"))
+    assert "Restart=always" in text
+    assert "LimitMEMLOCK=" in text
