@@ -309,7 +309,6 @@ def test_doctor_lets_an_embedded_node_be_started_later(settings: Settings) -> No
     assert doctor.node(settings).status == "ok"
     assert "first engine rank starts one" in doctor.node(settings).found
     assert doctor.node(replace(settings, node="off")).status == "warn"
-    assert doctor.node(replace(settings, socket="/proc/x/node.sock")).status in ("fail", "ok")
 
 
 def test_doctor_asks_each_master(settings: Settings) -> None:
