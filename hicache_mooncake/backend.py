@@ -83,11 +83,11 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             self._refuse(_KV, str(error))
             return
         except MoverUnavailable as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError("copy_mode", "", self._settings.copy_mode, str(error)) from error
         self._pool = RegisteredPool(mem_pool_host, geometry, namespace, namespace.digest())
         log.info(
-            "hicache-mooncake %s: pool %s, %d pages of %d bytes in %d runs, copied by %s (%s), namespace %s, node socket %s (%s), "
-            "deadline %g s",
+            "hicache-mooncake %s: pool %s, %d pages of %d bytes in %d runs, copied by %s (%s), namespace %s, "
+            "node socket %s (%s), deadline %g s",
             __version__,
             _KV,
             geometry.page_count,
@@ -162,7 +162,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         if pages is None:
             self.client.reasons["bad_indices"] += len(keys)
             log.error(
-                "%s of %d pages refused: %d host indices are not %d whole aligned pages of %d tokens each in a pool of %d pages",
+                "%s of %d pages refused: %d host indices are not %d whole aligned pages of %d tokens in a pool of %d pages",
                 op, len(keys), len(host_indices), len(keys), geometry.page_tokens, geometry.page_count,
             )  # fmt: skip
             return [False] * len(keys)

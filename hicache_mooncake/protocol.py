@@ -33,7 +33,7 @@ class ProtocolError(Exception):
     """The peer sent something this build does not speak. The connection it came from must be closed."""
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Message(msgspec.Struct, tag=True, array_like=True):
     """Base of every message: tagged with its class name, fields by position, new fields only at the end with a default."""
 
 
@@ -47,7 +47,7 @@ class Refused(Message):
 
 
 class Hello(Message):
-    """First message on a node connection. `role` is query, load, store or admin; load and store get the segment's descriptor."""
+    """First message on a node connection. `role`: query, load, store or admin; load and store get the segment's descriptor."""
 
     version_min: int
     version_max: int
@@ -325,7 +325,7 @@ class Update(Message):
 
 
 class Snapshot(Message):
-    """One-way. Everything the node holds as of update `seq`, in parts; the first part (index 0) empties what the master knew."""
+    """One-way. Everything the node holds as of update `seq`, in parts; part 0 empties what the master knew."""
 
     node: str
     incarnation: bytes
@@ -407,7 +407,7 @@ def encode(message: Message) -> bytes:
 
 def decoder(kind: object) -> msgspec.msgpack.Decoder[Message]:
     """A decoder for one of the unions above; raises `msgspec.DecodeError` or `msgspec.ValidationError` on anything else."""
-    return msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+    return msgspec.msgpack.Decoder(kind)
 
 
 def negotiate(their_min: int, their_max: int) -> int | None:

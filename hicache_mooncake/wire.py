@@ -6,6 +6,7 @@ in `Wire.take_fds()` once `receive` has returned that frame's message.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -101,10 +102,8 @@ class Wire:
 
     def shutdown(self) -> None:
         """Wake a thread that is blocked in `receive` on this connection; it sees WireClosed."""
-        try:
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
     def _set_timeout(self, deadline: float | None) -> None:
         if deadline is None:

@@ -279,7 +279,7 @@ class PoolClient:
         pages: array[int] | None,
         addresses: array[int] | None,
     ) -> Outcome:
-        """Load or store one page per hash, from or to the memory shared by `share`. `pages` for affine runs, else `addresses`."""
+        """Load or store one page per hash, to or from the memory shared by `share`. `pages` if affine, else `addresses`."""
         count = len(hashes) // p.HASH_BYTES
         if not self.enabled:
             return self._settle(Outcome(bytes(count), {"off": count}))
@@ -334,7 +334,9 @@ class PoolClient:
                 continue
             if op == "store":
                 for index, page in enumerate(batch):
-                    self._copy(slot.address + index * slot.stride, addresses[page * runs : (page + 1) * runs], lengths, out=True)
+                    self._copy(
+                        slot.address + index * slot.stride, addresses[page * runs : (page + 1) * runs], lengths, out=True
+                    )
             blob = hashes[first * p.HASH_BYTES : (first + len(batch)) * p.HASH_BYTES]
             numbers = array("q", range(len(batch))).tobytes()
 

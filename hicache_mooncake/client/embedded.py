@@ -78,15 +78,8 @@ def _start(settings: Settings) -> subprocess.Popen[bytes] | None:
     package_root = str(Path(__file__).resolve().parents[2])
     roots = [package_root, str(Path(package_root) / "master"), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
-    command = [sys.executable, "-m", "hicache_mooncake.cli", "node", "--embedded"]
-    command += ["--socket", settings.socket, "--dram", str(settings.dram_bytes), "--listen", settings.listen]
-    command += ["--name", settings.name]
-    for master in settings.masters:
-        command += ["--master", master]
-    if settings.advertise:
-        command += ["--advertise", settings.advertise]
-    if settings.hugepages:
-        command += ["--hugepages"]
+    command = [sys.executable, "-m", "hicache_mooncake.cli", "node", "--embedded", *settings.node_options()]
+    command += ["--idle-exit-s", str(IDLE_EXIT_S)]
     try:
         with open(f"{settings.socket}.log", "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as output:
             return subprocess.Popen(

@@ -17,8 +17,11 @@ def namespace_of(config: Any, pool: Any, geometry: PoolGeometry, settings: Setti
     model = str(getattr(config, "model_name", None) or "")
     if not model and not settings.model_id:
         raise ConfigError(
+            "model_id",
+            "default",
+            "",
             "SGLang gave no model name, so pages could not be told apart from another model's. Start it with "
-            "--served-model-name, or set model_id in the backend's extra config"
+            "--served-model-name, or set model_id in the backend's extra config",
         )
     replicated = bool(getattr(config, "is_mla_model", False))
     return Namespace(

@@ -201,7 +201,9 @@ class Batch:
         self._addresses = array("q", job.addresses)
         expected = self.count * len(job.runs) if job.addresses else self.count
         if self.body_bytes <= 0 or len(self._addresses or self._pages) != expected:
-            raise p.ProtocolError(f"batch of {self.count} keys does not match its {len(self._addresses or self._pages)} addresses")
+            raise p.ProtocolError(
+                f"batch of {self.count} keys does not match its {len(self._addresses or self._pages)} addresses"
+            )
 
     def addresses(self, i: int) -> Sequence[int]:
         if self._addresses:

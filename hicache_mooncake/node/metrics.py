@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from hicache_mooncake.transfer.tcp import format_address, parse_address
+from hicache_mooncake.config_values import join_address, split_address
 
 if TYPE_CHECKING:
     from hicache_mooncake.node.service import Node
@@ -52,7 +52,7 @@ _COUNTERS = {
 }
 
 
-class NodeMetrics(Collector):
+class NodeMetrics(Collector):  # type: ignore[misc]
     """Reads the node's report at scrape time; nothing is counted twice."""
 
     def __init__(self, node: Node) -> None:
@@ -104,7 +104,7 @@ def serve_metrics(address: str, metrics: NodeMetrics) -> tuple[str, Callable[[],
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    host, port = parse_address(address)
+    host, port = split_address(address)
     kind = type("Server", (_Server,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET})
     server = kind((host, port), Handler)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
@@ -114,4 +114,4 @@ def serve_metrics(address: str, metrics: NodeMetrics) -> tuple[str, Callable[[],
         server.server_close()
 
     bound_host, bound_port = server.server_address[:2]
-    return format_address(str(bound_host), int(bound_port)), stop
+    return join_address(str(bound_host), int(bound_port)), stop

@@ -25,13 +25,13 @@ from types import FrameType
 
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
-from hicache_mooncake.config import Settings
+from hicache_mooncake.config import Settings, join_address, split_address
 from hicache_mooncake.node.data_server import DataServer
-from hicache_mooncake.node.master_link import JoinFacts, MasterLink, Usage
+from hicache_mooncake.node.master_link import DEFAULT_MASTER_PORT, JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.metrics import NodeMetrics, serve_metrics
 from hicache_mooncake.node.store import Store
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
-from hicache_mooncake.transfer.tcp import format_address, listen, parse_address
+from hicache_mooncake.transfer.tcp import listen
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
 
 log = logging.getLogger(__name__)
@@ -97,9 +97,8 @@ class Node:
         except OSError as error:
             raise NodeError(f"--listen {self.settings.listen}: {error.strerror}. Free the port or choose port 0") from error
         self._cleanup.callback(tcp.close)
-        port = tcp.getsockname()[1]
-        host = self._advertised_host(tcp.getsockname()[0])
-        self.data_address = format_address(host, port)
+        host, port = self._advertised(*tcp.getsockname()[:2])
+        self.data_address = join_address(host, port)
         self.data = DataServer(self, tcp)
         facts = JoinFacts(self.name, self.incarnation, host, port, self.store.allocator.capacity)
         self.link = MasterLink(self.settings.masters, lambda: facts, self, self._clear_from_master, log=log)
@@ -108,7 +107,9 @@ class Node:
             try:
                 self.metrics_address, stop_metrics = serve_metrics(self.settings.metrics, NodeMetrics(self))
             except OSError as error:
-                raise NodeError(f"--metrics {self.settings.metrics}: {error.strerror}. Free the port or choose port 0") from error
+                raise NodeError(
+                    f"--metrics {self.settings.metrics}: {error.strerror}. Free the port or choose port 0"
+                ) from error
             self._cleanup.callback(stop_metrics)
         self.data.start()
         self._cleanup.callback(self.data.stop)
@@ -187,25 +188,27 @@ class Node:
         self._cleanup.callback(segment.close)
         return fd, segment
 
-    def _advertised_host(self, bound: str) -> str:
-        """What other nodes connect to. A wildcard is never advertised."""
+    def _advertised(self, bound_host: str, bound_port: int) -> tuple[str, int]:
+        """Where other nodes connect to: what was bound, unless told otherwise; never a wildcard."""
         if self.settings.advertise:
-            advertised = self.settings.advertise
-            return parse_address(advertised)[0] if ":" in advertised and advertised.count(":") == 1 else advertised.strip("[]")
-        if bound not in ("0.0.0.0", "::"):
-            return bound
+            host, port = split_address(self.settings.advertise, 0)
+            return host, port or bound_port
+        if bound_host not in ("0.0.0.0", "::"):
+            return bound_host, bound_port
         if not self.settings.masters:
-            return "127.0.0.1"
+            return "127.0.0.1", bound_port
         # The address this host uses towards the master; connecting a datagram socket sends nothing.
-        host, port = parse_address(self.settings.masters[0].removeprefix("tcp://"))
+        master, port = split_address(self.settings.masters[0].removeprefix("tcp://"), DEFAULT_MASTER_PORT)
         try:
-            family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            family, kind, proto, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, proto) as probe:
                 probe.connect(address)
-                return str(probe.getsockname()[0])
+                return str(probe.getsockname()[0]), bound_port
         except OSError as error:
-            raise NodeError(f"--listen {self.settings.listen} is a wildcard and the address to advertise is unknown "
-                            f"({error.strerror or error}). Set --advertise HOST") from error
+            raise NodeError(
+                f"--listen {self.settings.listen} is a wildcard and the address to advertise is unknown "
+                f"({error.strerror or error}). Set --advertise HOST"
+            ) from error
 
     def _thread(self, target: Callable[[], None], name: str) -> None:
         threading.Thread(target=target, name=name, daemon=True).start()
@@ -357,8 +360,8 @@ class Node:
                 self.checksum_reports += dropped
                 if dropped:
                     log.error(
-                        "%d pages failed their checksum on read and were dropped. Memory is being damaged: check this host's RAM "
-                        "(edac-util, memtester) and whether another process maps the segment",
+                        "%d pages failed their checksum on read and were dropped. Memory is being damaged: check this host's "
+                        "RAM (edac-util, memtester) and whether another process maps the segment",
                         dropped,
                     )
         if message.bad:

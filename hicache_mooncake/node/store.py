@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 
 from hicache_mooncake.node.allocator import Allocator
-from hicache_mooncake.protocol import HASH_BYTES, HAVE, LOCAL, MISS, REFUSED, WRITE, WRONG_LENGTH
+from hicache_mooncake.protocol import HASH_BYTES, HAVE, LOCAL, WRITE, WRONG_LENGTH
 
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
 
@@ -101,6 +101,7 @@ class Store:
         self._pins: dict[int, PinSet] = {}
         self._reservations: dict[int, Reservation] = {}
         self._next_id = 1
+        self._evicting = False
         self._track_changes = track_changes
         self._max_changes = max_changes
         self._changes: deque[tuple[bool, bytes, bytes]] = deque()
@@ -306,8 +307,6 @@ class Store:
             self._evicting = False
         return gone
 
-    _evicting = False
-
     # ------------------------------------------------------------------ directory
 
     def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
@@ -320,8 +319,7 @@ class Store:
         return _group(key for key, added in last.items() if added), _group(key for key, added in last.items() if not added)
 
     def snapshot(self) -> list[tuple[bytes, bytes]]:
-        """Every key held, as pairs of (namespace, blob of hashes). Empties the pending changes: the snapshot contains them."""
-        self._changes.clear()
+        """Every key held, as pairs of (namespace, blob of hashes). Pending changes stay: another master may need them."""
         self.changes_lost = False
         return [(namespace, b"".join(objects)) for namespace, objects in self._index.items() if objects]
 

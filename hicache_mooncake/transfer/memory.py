@@ -141,7 +141,7 @@ class ForeignMemory:
             part = remote[first : first + _MAX_IOV]
             total = sum(length for _, length in part)
             mine = _IoVec(local, total)
-            theirs = (_IoVec * len(part))(*part)
+            theirs = (_IoVec * len(part))(*(_IoVec(address, length) for address, length in part))
             moved = call(self._pid, ctypes.addressof(mine), 1, ctypes.addressof(theirs), len(part), 0)
             if moved != total:
                 error = ctypes.get_errno() if moved < 0 else 0

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.config_values import split_address
 
 _HEADER = struct.Struct("<I")
 _MAX_HEADER_BYTES = 16 << 20
@@ -25,25 +26,9 @@ fetch_decoder = p.decoder(p.Fetch)
 reply_decoder = p.decoder(p.FetchReply | p.Refused)
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """`host:port`, `[v6]:port`. Raises ValueError with the form that is wanted."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"address {address!r}: expected host:port (IPv6 in brackets, [::1]:7000)")
-    if host.startswith("[") and host.endswith("]"):
-        return host[1:-1], int(port)
-    if ":" in host:
-        raise ValueError(f"address {address!r}: an IPv6 host goes in brackets, [{host}]:{port}")
-    return host, int(port)
-
-
-def format_address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def listen(address: str) -> socket.socket:
-    """Bind and listen. Raises OSError as the system says it (address in use, not of this host)."""
-    host, port = parse_address(address)
+    """Bind and listen on `host:port`. Raises ValueError for another form, OSError as the system says it (address in use)."""
+    host, port = split_address(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,0 +1,281 @@
+"""The node's state machine: what is visible, what is pinned, what goes first, and that no block ever has two owners."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hicache_mooncake.node.allocator import GRANULE
+from hicache_mooncake.node.store import Store
+from hicache_mooncake.protocol import HAVE, LOCAL, MISS, REFUSED, WRITE, WRONG_LENGTH
+from hicache_mooncake.testing.local import page_hash
+
+NS = b"n" * 16
+OTHER = b"o" * 16
+PAGE = 2 * GRANULE
+
+
+def keys(*names: object) -> bytes:
+    return b"".join(page_hash(name) for name in names)
+
+
+def store_all(store: Store, blob: bytes, *, owner: int = 1, namespace: bytes = NS, length: int = PAGE) -> bytes:
+    """Reserve, and commit everything that got room. One byte per key: 1 where it is stored or was there."""
+    txn, status, _ = store.reserve(owner, namespace, blob, length)
+    writes = status.count(WRITE)
+    done = store.commit(owner, txn, b"\x01" * writes, range(writes))
+    left = list(done)
+    verdict = bytes(1 if s == HAVE or (s == WRITE and left.pop(0)) else 0 for s in status)
+    store.validate()
+    return verdict
+
+
+def present(store: Store, *names: object, namespace: bytes = NS) -> list[int]:
+    return list(store.present(namespace, keys(*names), touch=False))
+
+
+def small(pages: int = 4, **options: object) -> Store:
+    return Store(pages * PAGE, high_watermark=1.0, low_watermark=1.0, max_pinned_share=1.0, **options)  # type: ignore[arg-type]
+
+
+def test_an_object_is_visible_after_commit_and_not_before() -> None:
+    store = small()
+    txn, status, where = store.reserve(1, NS, keys("a"), PAGE)
+    assert list(status) == [WRITE]
+    assert present(store, "a") == [0]
+    assert store.locate(2, NS, keys("a"), PAGE, 0.0)[1] == bytes([MISS])
+    assert store.commit(1, txn, b"\x01", [77]) == b"\x01"
+    pin, located, offsets, checksums = store.locate(2, NS, keys("a"), PAGE, 0.0)
+    assert (list(located), offsets, checksums) == ([LOCAL], where, [77])
+    store.release(2, pin)
+    store.validate()
+
+
+def test_what_was_not_copied_whole_stays_invisible_and_its_memory_returns() -> None:
+    store = small()
+    txn, _, _ = store.reserve(1, NS, keys("a", "b"), PAGE)
+    assert store.commit(1, txn, b"\x00\x01", [0, 5]) == b"\x00\x01"
+    assert present(store, "a", "b") == [0, 1]
+    assert store.used_bytes == PAGE
+    store.validate()
+
+
+def test_a_dead_writers_reservation_is_given_back() -> None:
+    store = small()
+    store.reserve(1, NS, keys("a", "b", "c", "d"), PAGE)
+    assert store.used_bytes == 4 * PAGE
+    store.drop_owner(1)
+    store.validate()
+    assert store.used_bytes == 0
+    assert store_all(store, keys("a", "b", "c", "d"), owner=2) == b"\x01" * 4
+
+
+def test_nobody_commits_or_releases_what_another_owner_holds() -> None:
+    store = small()
+    txn, _, _ = store.reserve(1, NS, keys("a"), PAGE)
+    assert store.commit(2, txn, b"\x01", [1]) == b"\x00"
+    assert present(store, "a") == [0]
+    store_all(store, keys("b"))
+    pin, *_ = store.locate(1, NS, keys("b"), PAGE, 0.0)
+    store.release(2, pin)
+    assert store.pinned_bytes == PAGE
+
+
+def test_two_writers_of_one_key_leave_one_object() -> None:
+    store = small()
+    first, _, _ = store.reserve(1, NS, keys("a"), PAGE)
+    second, _, _ = store.reserve(2, NS, keys("a"), PAGE)
+    assert store.commit(2, second, b"\x01", [2]) == b"\x01"
+    assert store.commit(1, first, b"\x01", [1]) == b"\x01"
+    store.validate()
+    assert store.objects == 1
+    assert store.used_bytes == PAGE
+
+
+def test_the_same_key_twice_in_one_batch_is_stored_once() -> None:
+    store = small()
+    assert store_all(store, keys("a", "a")) == b"\x01\x01"
+    assert store.objects == 1
+    assert store.used_bytes == PAGE
+
+
+def test_another_length_under_the_same_key_is_a_miss_and_is_replaced() -> None:
+    store = small()
+    store_all(store, keys("a"))
+    assert store.locate(1, NS, keys("a"), GRANULE, 0.0)[1] == bytes([WRONG_LENGTH])
+    assert store_all(store, keys("a"), length=GRANULE) == b"\x01"
+    assert store.locate(1, NS, keys("a"), GRANULE, 0.0)[1] == bytes([LOCAL])
+    store.validate()
+
+
+def test_namespaces_do_not_meet_and_clear_touches_one() -> None:
+    store = small()
+    store_all(store, keys("a", "b"))
+    store_all(store, keys("a"), namespace=OTHER)
+    assert store.clear(NS) == 2
+    store.validate()
+    assert present(store, "a", "b") == [0, 0]
+    assert present(store, "a", namespace=OTHER) == [1]
+
+
+def test_the_tail_of_a_chain_goes_before_its_head() -> None:
+    store = small(4)
+    store_all(store, keys(0, 1, 2, 3))
+    store_all(store, keys("x"))
+    assert present(store, 0, 1, 2, 3) == [1, 1, 1, 0]
+    store_all(store, keys("y"))
+    assert present(store, 0, 1, 2, 3) == [1, 1, 0, 0]
+
+
+def test_a_lookup_keeps_a_chain_alive() -> None:
+    store = small(4)
+    store_all(store, keys("old0", "old1"))
+    store_all(store, keys("new0", "new1"))
+    store.present(NS, keys("old0", "old1"))
+    store_all(store, keys("x", "y"))
+    assert present(store, "old0", "old1", "new0", "new1") == [1, 1, 0, 0]
+
+
+def test_pinned_objects_are_not_evicted_and_their_memory_not_reused() -> None:
+    store = small(2)
+    store_all(store, keys("a", "b"))
+    pin, _, offsets, _ = store.locate(1, NS, keys("a", "b"), PAGE, 0.0)
+    assert store_all(store, keys("c")) == b"\x00"
+    store.discard(NS, keys("a"), "checksum")
+    store.validate()
+    assert present(store, "a") == [0]
+    assert store_all(store, keys("c")) == b"\x00", "a is gone, but somebody still reads its memory"
+    store.release(1, pin)
+    store.validate()
+    assert store_all(store, keys("c")) == b"\x01"
+    assert store.locate(1, NS, keys("c"), PAGE, 0.0)[2][0] in offsets
+
+
+def test_a_pin_ends_at_its_expiry() -> None:
+    store = small(1, pin_seconds=10.0)
+    store_all(store, keys("a"))
+    store.locate(1, NS, keys("a"), PAGE, 100.0)
+    assert store.expire_pins(109.9) == 0
+    assert store_all(store, keys("b")) == b"\x00"
+    assert store.expire_pins(110.0) == 1
+    assert store_all(store, keys("b")) == b"\x01"
+
+
+def test_reads_never_pin_more_than_their_share() -> None:
+    store = Store(4 * PAGE, high_watermark=1.0, low_watermark=1.0, max_pinned_share=0.5)
+    store_all(store, keys(0, 1, 2, 3))
+    _, status, _, _ = store.locate(1, NS, keys(0, 1, 2, 3), PAGE, 0.0)
+    assert list(status) == [LOCAL, LOCAL, MISS, MISS]
+    assert store.stats.reasons["pin_limit"] == 2
+    assert store_all(store, keys("x")) == b"\x01"
+
+
+def test_a_batch_larger_than_the_segment_keeps_its_head() -> None:
+    store = small(3)
+    assert store_all(store, keys(*range(5))) == b"\x01\x01\x01\x00\x00"
+    assert present(store, *range(5)) == [1, 1, 1, 0, 0]
+
+
+def test_room_for_a_suffix_is_not_made_by_evicting_its_prefix() -> None:
+    store = small(3)
+    store_all(store, keys(0, 1))
+    assert store_all(store, keys(0, 1, 2, 3)) == b"\x01\x01\x01\x00"
+    assert present(store, 0, 1, 2) == [1, 1, 1]
+
+
+def test_an_object_larger_than_the_segment_is_refused_and_evicts_nothing() -> None:
+    store = small(2)
+    store_all(store, keys("a", "b"))
+    _, status, _ = store.reserve(1, NS, keys("big"), 3 * PAGE)
+    assert list(status) == [REFUSED]
+    assert present(store, "a", "b") == [1, 1]
+
+
+def test_a_larger_page_gets_room_among_smaller_ones() -> None:
+    store = small(8)
+    store_all(store, keys(*range(8)))
+    assert store_all(store, keys("big"), length=3 * PAGE) == b"\x01"
+
+
+def test_background_eviction_stops_at_the_low_watermark() -> None:
+    store = Store(10 * PAGE, high_watermark=0.8, low_watermark=0.5)
+    store_all(store, keys(*range(8)))
+    assert store.evict_to_low() == 0
+    store_all(store, keys(8))
+    while store.evict_to_low(1):
+        store.validate()
+    assert store.used_bytes == 5 * PAGE
+    assert present(store, 8) == [1]
+
+
+def test_changes_tell_the_master_the_last_word_on_each_key() -> None:
+    store = small(2, track_changes=True)
+    store_all(store, keys("a", "b"))
+    store_all(store, keys("c"))
+    added, removed = store.drain_changes(100)
+    assert added == [(NS, keys("a") + keys("c"))] or added == [(NS, keys("c") + keys("a"))]
+    assert removed == [(NS, keys("b"))]
+    assert store.drain_changes(100) == ([], [])
+    assert sorted(store.snapshot()[0][1][i : i + 32] for i in (0, 32)) == sorted([page_hash("a"), page_hash("c")])
+
+
+def test_too_many_waiting_changes_become_a_snapshot() -> None:
+    store = small(4, track_changes=True, max_changes=3)
+    store_all(store, keys(0, 1, 2, 3))
+    assert store.changes_lost
+    store.snapshot()
+    assert not store.changes_lost
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_sequence_of_events_keeps_the_books(seed: int) -> None:
+    """Random owners reserve, commit, give up, read, die; sizes differ; everything is checked after every event."""
+    rng = random.Random(seed)
+    store = Store(24 * PAGE, high_watermark=0.9, low_watermark=0.7, pin_seconds=5.0, track_changes=True)
+    now = 0.0
+    txns: list[tuple[int, int, int]] = []
+    pins: list[tuple[int, int]] = []
+    known: set[tuple[bytes, bytes]] = set()
+    for _ in range(600):
+        now += rng.random()
+        owner = rng.randrange(1, 5)
+        namespace = rng.choice((NS, OTHER))
+        length = rng.choice((GRANULE, PAGE, 3 * GRANULE - 7))
+        blob = keys(*(rng.randrange(40) for _ in range(rng.randrange(1, 9))))
+        match rng.randrange(9):
+            case 0 | 1:
+                txn, status, where = store.reserve(owner, namespace, blob, length)
+                assert len({w for w, s in zip(where, status, strict=True) if s == WRITE}) == status.count(WRITE)
+                txns.append((owner, txn, status.count(WRITE)))
+            case 2 | 3 if txns:
+                who, txn, count = txns.pop(rng.randrange(len(txns)))
+                store.commit(who, txn, bytes(rng.random() < 0.8 for _ in range(count)), range(count))
+            case 4:
+                pin, *_ = store.locate(owner, namespace, blob, length, now)
+                pins.append((owner, pin))
+            case 5 if pins:
+                store.release(*pins.pop(rng.randrange(len(pins))))
+            case 6:
+                store.expire_pins(now)
+                store.evict_to_low(4)
+            case 7:
+                store.present(namespace, blob)
+                if rng.random() < 0.2:
+                    store.clear(namespace)
+                store.discard(namespace, blob[:32], "checksum")
+            case 8:
+                if rng.random() < 0.3:
+                    store.drop_owner(owner)
+        store.validate()
+        added, removed = store.drain_changes(1000)
+        known |= {(ns, b[i : i + 32]) for ns, b in added for i in range(0, len(b), 32)}
+        known -= {(ns, b[i : i + 32]) for ns, b in removed for i in range(0, len(b), 32)}
+        held = {(ns, b[i : i + 32]) for ns, b in store.snapshot() for i in range(0, len(b), 32)}
+        assert known == held, "the stream of changes and the truth agree"
+    for owner in range(1, 5):
+        store.drop_owner(owner)
+    store.clear(NS)
+    store.clear(OTHER)
+    store.validate()
+    assert store.used_bytes == 0
