@@ -1,0 +1,54 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer with its venv module, Linux, and a network for the first run.
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.stamps/ready
+
+.PHONY: help venv demo test test-all lint bench wheel clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo        two SGLang servers (CPU) share one KV-cache pool on this machine; KEEP=1 leaves them running"
+	@echo "make test        every test, the ones with real SGLang servers too: under 30 minutes on two cores"
+	@echo "                 PYTEST_ARGS='-m \"not e2e\"' leaves those out"
+	@echo "make test-all    lint, wheel, then the same tests"
+	@echo "make lint        ruff check, ruff format --check, mypy --strict"
+	@echo "make bench       the benchmarks"
+	@echo "make venv        only make $(VENV), 3 GB; demo and test do it when it is missing"
+	@echo "make clean       remove what was built, logs and caches; distclean: $(VENV) too"
+	@echo
+	@echo "PYTHON=python3   the Python that makes $(VENV)"
+	@echo "TORCH_INDEX=URL  where to look for torch besides the usual index: https://download.pytorch.org/whl/cpu has the"
+	@echo "                 CPU build, which is gigabytes smaller than the one on PyPI"
+
+venv: $(READY)
+
+$(READY): requirements/sglang-cpu.txt pyproject.toml tools/setup_venv.sh
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/setup_venv.sh $(VENV)
+	@touch $@
+
+demo: $(READY)
+	@$(PY) -m hicache_mooncake.cli demo --workdir .demo $(if $(filter-out 0,$(KEEP)),--keep) $(if $(MODEL),--model "$(MODEL)")
+
+test: $(READY)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-all: lint wheel test
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(READY)
+	$(PY) -m hicache_mooncake.cli bench
+
+wheel: $(READY)
+	$(PY) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf .demo dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,304 @@
+"""Starts real SGLang servers on CPU cores and asks them: `SglangServer`, `generate`, `chat`, `flush_cache`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any, Self
+
+from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, ProcessError, Progress, free_port, stop_all
+
+SHIMS = Path(__file__).parent / "shims"
+PAGE_TOKENS = 16
+MAX_TOTAL_TOKENS = 8192
+MODEL_NAME = "tiny"
+"""Served model name: part of every page's key, so the servers that share a pool must agree on it."""
+START_TIMEOUT_S = 400.0
+REQUEST_TIMEOUT_S = 180.0
+HICACHE_SIZE_GB = 1
+HOST = "127.0.0.1"
+
+
+class ServerError(ProcessError):
+    """A server did not start, or answered with an error."""
+
+
+def own_environment() -> dict[str, str]:
+    """This process's environment without the settings of a pool or engine that the user may run beside us."""
+    foreign = ("HICACHE_MOONCAKE_", "MOONCAKE_", "SGLANG_", "MC_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+
+def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for SGLang without a GPU: ours, the shims on PYTHONPATH, one thread, no downloads, no other plugin."""
+    env = own_environment()
+    paths = [str(SHIMS), env.get("PYTHONPATH", "")]
+    env.update(
+        PYTHONPATH=os.pathsep.join(path for path in paths if path),
+        SGLANG_USE_CPU_ENGINE="1",
+        SGLANG_PLUGINS="cpu_hicache",
+        SGLANG_HOST_IP=HOST,
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_OFFLINE="1",
+        TOKENIZERS_PARALLELISM="false",
+        OMP_NUM_THREADS="1",
+    )
+    env.update(extra or {})
+    return env
+
+
+@dataclass(frozen=True)
+class Caching:
+    """What makes one server differ from the next: how it caches, as command line arguments and environment."""
+
+    args: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_CACHE = Caching(("--disable-radix-cache",))
+"""Every prompt is computed from its first token: the reference for answers and for cold TTFT."""
+
+
+def pool_caching(socket: Path) -> Caching:
+    """HiCache with its L3 in the pool, by the store node that listens on this UNIX socket.
+
+    `wait_complete` makes hits reproducible: the request waits for its pages, as long as the backend's own deadline allows.
+    """
+    config = {"socket": str(socket), "prefetch_threshold": PAGE_TOKENS}
+    return Caching(
+        (
+            *("--enable-hierarchical-cache", "--hicache-size", str(HICACHE_SIZE_GB)),
+            *("--hicache-storage-prefetch-policy", "wait_complete"),
+            *("--hicache-storage-backend", "mooncake"),
+            *("--hicache-storage-backend-extra-config", json.dumps(config)),
+        ),
+        {"SGLANG_PLUGINS": "cpu_hicache,hicache_mooncake"},
+    )
+
+
+class SglangServer(ManagedProcess):
+    """One `sglang.launch_server` on a free port of 127.0.0.1.
+
+    About 2.2 GB of memory, and 40 to 100 s to start on two cores, nearly all of it imports. `with SglangServer(...)` starts
+    it and waits until it answers.
+    """
+
+    def __init__(
+        self, name: str, *, model: Path, caching: Caching, log: Path, args: Sequence[str] = (), port: int | None = None
+    ) -> None:
+        self.port = port if port is not None else free_port()
+        command = [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", MODEL_NAME),
+            *("--device", "cpu", "--dtype", "float32", "--host", HOST, "--port", str(self.port)),
+            *("--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(MAX_TOTAL_TOKENS)),
+            *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle", *caching.args, *args),
+        ]
+        super().__init__(name, command, log=log, env=cpu_environment(caching.env))
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def wait_healthy(self, *, timeout_s: float = START_TIMEOUT_S, progress: Progress | None = None) -> float:
+        """Wait for GET /health and return the seconds it took. Raises `ProcessError` as `wait_until` does."""
+        return self.wait_until(lambda: is_healthy(self.url), timeout_s=timeout_s, progress=progress, poll_s=0.5)
+
+    def __enter__(self) -> Self:
+        start_servers([self])
+        return self
+
+
+def start_servers(
+    servers: Sequence[SglangServer],
+    *,
+    timeout_s: float = START_TIMEOUT_S,
+    progress: Callable[[SglangServer, float, bool], None] | None = None,
+) -> None:
+    """Start servers at the same time and wait until every one answers GET /health.
+
+    `progress` gets, twice a second, each server, the seconds since its start and whether it is ready. Raises `ProcessError`
+    when one ends or the time is over; then none is left running.
+    """
+    began = time.monotonic()
+    waiting = list(servers)
+    try:
+        for server in servers:
+            server.start()
+        while waiting:
+            for server in list(waiting):
+                waited = time.monotonic() - began
+                ready = is_healthy(server.url)
+                if progress is not None:
+                    progress(server, waited, ready)
+                if ready:
+                    waiting.remove(server)
+                else:
+                    server.check_running(waited, timeout_s)
+            if waiting:
+                time.sleep(0.5)
+    except BaseException:
+        stop_all(servers)
+        raise
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Prompt tokens that were not computed, by the tier they came from."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What /generate returned. `ttft_s` and `total_s`: until the first and the last streamed token, as the client sees it."""
+
+    output_ids: tuple[int, ...]
+    text: str
+    prompt_tokens: int
+    cached: Cached
+    ttft_s: float
+    total_s: float
+
+
+def generate(
+    url: str, prompt: Sequence[int] | str, *, max_new_tokens: int = 24, timeout_s: float = REQUEST_TIMEOUT_S
+) -> Answer:
+    """Greedy, exactly `max_new_tokens` tokens (end-of-sequence is ignored). Raises `ServerError`."""
+    body: dict[str, object] = {
+        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+        "stream": True,
+    }
+    if isinstance(prompt, str):
+        body["text"] = prompt
+    else:
+        body["input_ids"] = list(prompt)
+    began = time.monotonic()
+    first: float | None = None
+    last: dict[str, Any] = {}
+    try:
+        with _post(f"{url}/generate", body, timeout_s) as response:
+            for event in _events(response):
+                if "error" in event:
+                    raise ServerError(f"{url}/generate answered: {event['error']}")
+                if first is None and event.get("output_ids"):
+                    first = time.monotonic() - began
+                last = event
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{url}/generate failed after {time.monotonic() - began:.1f} s: {error!r}") from error
+    if first is None:
+        raise ServerError(f"{url}/generate ended without a token: {last}")
+    meta = last["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
+    return Answer(
+        output_ids=tuple(last["output_ids"]),
+        text=str(last.get("text", "")),
+        prompt_tokens=int(meta["prompt_tokens"]),
+        cached=Cached(*(int(details.get(tier) or 0) for tier in ("device", "host", "storage"))),
+        ttft_s=first,
+        total_s=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+def chat(
+    url: str, messages: Sequence[Mapping[str, str]], *, max_tokens: int = 24, timeout_s: float = REQUEST_TIMEOUT_S
+) -> ChatAnswer:
+    """One greedy OpenAI chat completion. Raises `ServerError`."""
+    body = {"model": MODEL_NAME, "messages": list(messages), "temperature": 0, "max_tokens": max_tokens}
+    try:
+        with _post(f"{url}/v1/chat/completions", body, timeout_s) as response:
+            answer = json.loads(response.read())
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{url}/v1/chat/completions failed: {error!r}") from error
+    usage = answer["usage"]
+    return ChatAnswer(
+        text=str(answer["choices"][0]["message"]["content"]),
+        prompt_tokens=int(usage["prompt_tokens"]),
+        cached_tokens=int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0),
+    )
+
+
+def flush_cache(url: str, *, timeout_s: float = 30.0) -> None:
+    """Drop L1 and L2, never L3. The server refuses while requests run or pages are still written: it is given `timeout_s`."""
+    try:
+        with _post(f"{url}/flush_cache?timeout={timeout_s}", {}, timeout_s + 10) as response:
+            response.read()
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{url}/flush_cache failed: {error!r}") from error
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except (OSError, HTTPException):
+        return False
+
+
+def metric_sums(url: str, *, timeout_s: float = 10.0) -> dict[str, float]:
+    """Every sample of a Prometheus page, summed over its labels, by sample name. Raises `ServerError`."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=timeout_s) as response:
+            page = response.read().decode()
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{url}/metrics failed: {error!r}") from error
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
+
+
+def tokens_written_to_l3(url: str) -> int:
+    """Tokens whose pages this server has written to its storage backend, since its start."""
+    return int(metric_sums(url).get("sglang:backuped_tokens_total", 0))
+
+
+def wait_written_to_l3(url: str, at_least: int, *, timeout_s: float = 30.0) -> int:
+    """Wait until `tokens_written_to_l3` reaches `at_least`; write-back runs behind the answers. Raises `ServerError`."""
+    deadline = time.monotonic() + timeout_s
+    while (written := tokens_written_to_l3(url)) < at_least:
+        if time.monotonic() > deadline:
+            raise ServerError(f"{url} wrote {written} of {at_least} tokens to the storage backend within {timeout_s:.0f} s")
+        time.sleep(0.1)
+    return written
+
+
+def full_pages(tokens: int) -> int:
+    """Tokens of the whole pages in a sequence: only those are cached."""
+    return tokens // PAGE_TOKENS * PAGE_TOKENS
+
+
+def _post(url: str, body: Mapping[str, object], timeout_s: float) -> HTTPResponse:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        response = urllib.request.urlopen(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        raise ServerError(f"{url} answered {error.code}: {error.read()[:500].decode(errors='replace')}") from error
+    assert isinstance(response, HTTPResponse)
+    return response
+
+
+def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream."""
+    for line in response:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            yield json.loads(line[6:])
