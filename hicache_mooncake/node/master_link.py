@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -47,12 +48,14 @@ DRAIN_KEYS = 4_096
 """Changes an update; also keys a snapshot part. About 5 ms of a master's time: its other work never waits longer for one."""
 DRAINS_PER_PASS = 16
 BATCH_S = 0.005
+PAUSE_S = 0.05
+UNASKED_DRAIN_S = 0.1
 MAX_OUTBOX_MESSAGES = 4_096
 """Messages that wait for a master that reads slowly. Beyond it they are dropped, and the master asks for a snapshot."""
 SNAPSHOT_PARTS_PER_PASS = 8
 SEND_HWM = 64
 CONNECT_S = 1.0
-JOIN_ANSWER_S = 5.0
+JOIN_ANSWER_S = 3.0
 BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 10.0
 BREAKER_S = (0.5, 5.0)
@@ -111,6 +114,7 @@ class Breaker:
         self._first_s, self._most_s = first_s, most_s
         self._open_s = 0.0
         self._until = 0.0
+        self._probing = False
 
     def allows(self, now: float, timeout_s: float) -> bool:
         """May this call be tried? A probe that says yes keeps the others out for `timeout_s`."""
@@ -119,14 +123,17 @@ class Breaker:
         if now < self._until:
             return False
         self._until = now + timeout_s
+        self._probing = True
         return True
 
     def succeeded(self) -> None:
         self._open_s = 0.0
+        self._probing = False
 
     def failed(self, now: float) -> None:
-        if self._open_s and now < self._until - self._open_s / 2:
+        if self._open_s and not self._probing:
             return  # one of several calls that failed together
+        self._probing = False
         self._open_s = min(2 * self._open_s, self._most_s) or self._first_s
         self._until = now + self._open_s
 
@@ -188,8 +195,8 @@ class _Asker:
         except (zmq.ZMQError, msgspec.MsgspecError, ValueError):
             answer = None
         finally:
-            self._room.release()
             self._put_back(dealer, answer is not None)
+            self._room.release()
         return answer
 
     def close(self) -> None:
@@ -198,6 +205,10 @@ class _Asker:
             idle, self._idle = self._idle, []
         for dealer in idle:
             dealer.close()
+
+    def drained(self, deadline: float) -> bool:
+        """Wait until no question is under way. Once, after `close`."""
+        return all(self._room.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(MAX_LOOKUPS_AT_ONCE))
 
     def _exchange(
         self, dealer: zmq.Socket[bytes], body: bytes, deadline: float, is_answer: Callable[[Message], bool]
@@ -301,9 +312,9 @@ class _Session:
             if now >= self._join_at and self._writable():
                 self._join(now)
             elif now - max(self._since, self._join_at) > CONNECT_S:
-                self._fail("does not answer; is it running, and is the address right?")
+                self._fail("does not answer (is it running, and is the address right?)")
         elif self.state == _JOINING and now - self._since > JOIN_ANSWER_S:
-            self._fail("takes connections but does not answer; is it a hicache-mooncake master?")
+            self._fail("takes connections but does not answer (is it a hicache-mooncake master?)")
         if self.state == _JOINED:
             if now >= self._beat_at:
                 self._beat(now)
@@ -367,10 +378,9 @@ class _Session:
         self._write_outbox(now)
 
     def _fail(self, why: str) -> None:
-        if self.state != _WAITING or not self._complained:
-            log = self.link.log.debug if self._complained else self.link.log.warning
-            log("master %s %s Trying again; until then pages of other nodes are misses.", self.master, why)
-            self._complained = True
+        log = self.link.log.debug if self._complained else self.link.log.warning
+        log("master %s %s. Trying again; until then pages of other nodes are misses here", self.master, why)
+        self._complained = True
         self._wait(self._backoff_s)
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
 
@@ -471,12 +481,18 @@ class _Session:
             if self._snapshot_wanted:
                 self._snapshot_wanted = False
                 self._beats_before_snapshot = self._beats_sent
+                # A number of its own for each snapshot, so that parts of one that broke off never pass for parts of the next.
+                self.link.number([], [])
                 self._snapshot_seq = self.link.seq
                 self._part = 0
-                self._parts = _with_last(_rechunk(self.link.source.snapshot()))
+                self._parts = _with_last(_rechunk(iter(self.link.source.snapshot())))
                 self.link.count("snapshots")
             assert self._parts is not None
-            keys, last = next(self._parts)
+            try:
+                keys, last = next(self._parts)
+            except Exception:
+                self.want_snapshot()
+                raise
             if last:
                 self._parts = None
             facts = self.link.info()
@@ -499,7 +515,7 @@ class _Session:
 
     def _writable(self) -> bool:
         assert self.socket is not None
-        return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
+        return bool(self.socket.poll(0, zmq.POLLOUT))
 
 
 def _rechunk(parts: Iterator[Keys]) -> Iterator[Keys]:
@@ -532,8 +548,8 @@ class MasterLink:
     """A node's link to all of its masters. With none everything here is a no-op.
 
     `start` starts the thread; `on_clear` is called on it when another node cleared a namespace. `lookup`, `cluster_status`,
-    `notify`, `clear_namespace`, `state` and `counters` are for any thread. Raises ValueError for a master that is not host:port.
-    """
+    `notify`, `clear_namespace`, `state` and `counters` are for any thread. Raises ValueError for a master that is not
+    host:port."""
 
     def __init__(
         self,
@@ -577,7 +593,7 @@ class MasterLink:
 
     @property
     def state(self) -> str:
-        """ "no master configured", "joined", "refused: <reason>", "joining" or "unreachable", of the master that is best off."""
+        """One of `no master configured`, `joined`, `refused: <reason>`, `joining`, `unreachable`: of the master best off."""
         if not self._sessions:
             return "no master configured"
         states = {session.state for session in self._sessions}
@@ -604,6 +620,7 @@ class MasterLink:
         """Have every other node drop this namespace. Sent once to each master that is joined; those that are not miss it."""
         if self._sessions:
             self._clears.append(namespace)
+            self._notified = True
             self._wake_up()
 
     def lookup(self, namespace: bytes, hashes: bytes, *, prefix: bool, timeout_s: float) -> LookupReply | None:
@@ -643,7 +660,10 @@ class MasterLink:
             asker.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
-        # No context.term(): it would wait for lookups under way. The context ends with the last socket that refers to it.
+        deadline = time.monotonic() + 2.0
+        stuck = self._thread is not None and self._thread.is_alive()
+        if not stuck and all(asker.drained(deadline) for asker in self._askers):
+            self.context.term()  # with a socket in use it would wait for it; then the context ends with that socket
 
     def count(self, name: str, by: int = 1) -> None:
         with self._count_lock:
@@ -658,13 +678,12 @@ class MasterLink:
         return None
 
     def _wake_up(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # then it is awake
             os.eventfd_write(self._wake, 1)
-        except BlockingIOError:
-            pass  # it is awake
 
     def __del__(self) -> None:
-        if getattr(self, "_sessions", None):
+        # Not in close: `notify` may come at any time, and must not write to another file that got the number.
+        if hasattr(self, "_wake"):
             os.close(self._wake)
 
     # ------------------------------------------------------------------ the thread
@@ -681,26 +700,45 @@ class MasterLink:
         more = False
         while not self._stopping:
             now = time.monotonic()
-            try:
-                if self._notified or more or now - drained_at >= BATCH_S * 20:
-                    self._send_clears()
-                    drained_at = now
-                    more = self._drain()
-                for session in self._sessions:
-                    session.step(now)
-                self._failures = 0
-            except Exception:  # a bug in the source must not end the link: without it every page here is a miss elsewhere
-                self._failures += 1
-                if self._failures <= 3:
-                    self.log.exception("the link to the masters failed; trying on")
-                time.sleep(0.2)
-            self._pause(0.0 if more else max(0.0, drained_at + BATCH_S - time.monotonic()))
+            due = now - drained_at >= BATCH_S
+            if more or (due and self._notified) or now - drained_at >= UNASKED_DRAIN_S:
+                drained_at = now
+                more = self._guard(self._send_changes)
+            for session in self._sessions:
+                self._guard(session.step)
+            if more:
+                self._pause(0.0)
+            elif self._notified:
+                # Changes wait for a batch's time after the last ones, so that busy writers make few updates.
+                time.sleep(min(BATCH_S, max(0.0, drained_at + BATCH_S - time.monotonic())))
+            else:
+                self._pause(PAUSE_S)
         for session in self._sessions:
             session.close(self._leave)
 
+    def _guard(self, step: Callable[[float], bool | None]) -> bool:
+        """A bug in the source must not end the link: without it every page here is a miss elsewhere."""
+        try:
+            return bool(step(time.monotonic()))
+        except Exception:
+            self._failures += 1
+            if self._failures <= 10:
+                self.log.exception("the link to the masters failed; trying on. Please report this")
+            time.sleep(0.1)
+            return False
+
+    def _send_changes(self, now: float) -> bool:
+        self._send_clears()
+        try:
+            return self._drain()
+        except Exception:
+            self.seq += 1  # whatever was taken and is lost: every master sees the gap and asks for a snapshot
+            raise
+
     def _drain(self) -> bool:
-        """Number the changes and give them to every session; those of masters that do not listen are gaps there. Returns whether
-        there may be more."""
+        """Number the changes and give them to every session; those of masters that do not listen are gaps there.
+
+        Returns whether there may be more."""
         self._notified = False  # before the changes are read: what comes after rings again
         if self.source.changes_lost():
             self.seq += 1
@@ -710,13 +748,17 @@ class MasterLink:
             added, removed = self.source.drain_changes(DRAIN_KEYS)
             if not added and not removed:
                 return False
-            self.seq += 1
-            self.count("updates")
-            facts = self.info()
-            update = Update(facts.node, facts.incarnation, self.seq, added, removed)
-            for session in self._sessions:
-                session.push(update)
+            self.number(added, removed)
         return True
+
+    def number(self, added: Keys, removed: Keys) -> None:
+        """Send the next update to every master that listens. On the link's thread only."""
+        self.seq += 1
+        self.count("updates")
+        facts = self.info()
+        update = Update(facts.node, facts.incarnation, self.seq, added, removed)
+        for session in self._sessions:
+            session.push(update)
 
     def _send_clears(self) -> None:
         while self._clears:
@@ -724,18 +766,12 @@ class MasterLink:
             for session in self._sessions:
                 session.push(message)
 
-    def _pause(self, batch_s: float) -> None:
-        """Wait for an event, but a batch's time after the last changes were read, so that busy writers make few updates."""
-        if batch_s > 0 and self._notified:
-            time.sleep(batch_s)
-            return
+    def _pause(self, wait_s: float) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         for session in self._sessions:
             if session.socket is not None:
                 poller.register(session.socket, zmq.POLLIN | (zmq.POLLOUT if session.wants_to_write else 0))
-        poller.poll(0 if batch_s == 0.0 and self._notified else 20)
-        try:
+        poller.poll(int(wait_s * 1000))
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass

@@ -1,0 +1,475 @@
+"""What the master answers: messages and the time in, messages out. Directory and membership together, without I/O."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hicache_mooncake.protocol import (
+    HASH_BYTES,
+    NAMESPACE_BYTES,
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    Beat,
+    BeatReply,
+    ClearNamespace,
+    ClusterReport,
+    ClusterStatus,
+    Join,
+    Joined,
+    Leave,
+    Lookup,
+    LookupReply,
+    Message,
+    NodeInfo,
+    Peer,
+    ProtocolError,
+    Refused,
+    Snapshot,
+    Update,
+    count_hashes,
+    negotiate,
+)
+
+from .directory import Directory
+from .membership import ACTIVE, GONE, Member, Membership, NoRoom, is_loopback, is_wildcard
+
+MAX_NAME_BYTES = 255
+MAX_LATER_KEYS = 524_288
+"""Keys in updates that overtook the snapshot they follow. Past this the snapshot is asked for again."""
+MAX_LATER_UPDATES = 65_536
+SWEEP_KEYS_PER_TICK = 5_000
+"""A few milliseconds of work: no request waits for more of a dropped node than this."""
+
+Output = list[tuple[bytes, Message]]
+
+
+@dataclass(slots=True)
+class Stats:
+    """What happened since this master started."""
+
+    joins: int = 0
+    refused_joins: int = 0
+    lookups: int = 0
+    lookup_keys: int = 0
+    lookup_hits: int = 0
+    updates: int = 0
+    gaps: int = 0
+    snapshots: int = 0
+    snapshots_broken: int = 0
+    clears: int = 0
+    unknown_node: int = 0
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A snapshot that has not all come. It fills a slot of its own, so that what was known is answered until then."""
+
+    seq: int
+    slot: int
+    last_part_at: float
+    next_part: int = 0
+    later: dict[int, Update] = field(default_factory=dict)
+    later_keys: int = 0
+
+
+@dataclass(slots=True)
+class _Track:
+    """Where the master stands in one node's stream of updates."""
+
+    name: str
+    incarnation: bytes
+    sender: bytes
+    slot: int
+    seq: int
+    want_snapshot: bool
+    incoming: _Incoming | None = None
+
+
+class MasterCore:
+    """The whole master but its sockets and its clock.
+
+    `handle` raises ProtocolError for a message that no honest node sends, before it has changed anything. `notes` collects
+    (level, sentence) for the log, the newest 100. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        incarnation: bytes,
+        *,
+        heartbeat_s: float = 1.0,
+        ttl_s: float = 5.0,
+        forget_s: float = 60.0,
+        max_keys: int = 20_000_000,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.incarnation = incarnation
+        self.heartbeat_s = heartbeat_s
+        self.ttl_s = ttl_s
+        self.directory = Directory(max_keys, rng)
+        self.membership = Membership(ttl_s, forget_s)
+        self.stats = Stats()
+        self.notes: deque[tuple[int, str]] = deque(maxlen=100)
+        self._tracks: dict[str, _Track] = {}
+        self._by_slot: dict[int, str] = {}
+        self._answered = 0
+        self._answered_version = -1
+
+    @property
+    def sweeping(self) -> bool:
+        """Is there dropped state left, so that `tick` should come soon?"""
+        return self.directory.sweeping
+
+    def handle(self, message: Message, sender: bytes, now: float) -> Output:
+        """Take one message; returns what to send to whom."""
+        match message:
+            case Lookup():
+                return [(sender, self._lookup(message))]
+            case Update():
+                return self._update(message, sender, now)
+            case Snapshot():
+                return self._snapshot(message, sender, now)
+            case Beat():
+                return [(sender, self._beat(message, sender, now))]
+            case Join():
+                return self._join(message, sender, now)
+            case Leave():
+                if self.membership.leave(message.node, message.incarnation) is not None:
+                    self._forget(message.node)
+                    self.notes.append((logging.INFO, f"node {message.node!r} left"))
+                return []
+            case ClearNamespace():
+                return self._clear(message, sender)
+            case ClusterStatus():
+                return [(sender, self._report(now))]
+        raise ProtocolError(f"{type(message).__name__} is not for a master")
+
+    def heard(self, message: Message, now: float) -> None:
+        """A message came in that `handle` gets later: its node is alive already now."""
+        if isinstance(message, Beat | Update | Snapshot):
+            self.membership.touch(message.node, message.incarnation, now)
+
+    def tick(self, now: float) -> Output:
+        """Let time pass: suspect and forget nodes, drop a bounded part of what was given up."""
+        for member in self.membership.expire(now):
+            self._forget(member.name)
+            self._warn(
+                f"node {member.name!r} at {member.host}:{member.port} is gone: not heard of for {self.membership.forget_s:g} s,"
+                " its keys are dropped"
+            )
+        for track in self._tracks.values():
+            if track.incoming is not None and now - track.incoming.last_part_at > self.ttl_s:
+                self._break_off(track)
+        self.directory.sweep(SWEEP_KEYS_PER_TICK)
+        return []
+
+    def validate(self) -> None:
+        """For tests, after every event: all parts agree with each other."""
+        self.directory.validate()
+        self.membership.validate()
+        assert set(self._tracks) == {member.name for member in self.membership.live()}
+        slots = {}
+        for name, track in self._tracks.items():
+            member = self.membership.get(name, track.incarnation)
+            assert member is not None
+            assert member.complete or track.want_snapshot, "a node that is not complete must be asked for its snapshot"
+            slots[track.slot] = name
+            if track.incoming is not None:
+                assert track.want_snapshot
+                slots[track.incoming.slot] = name
+                assert all(seq > track.incoming.seq for seq in track.incoming.later)
+                assert track.incoming.later_keys <= MAX_LATER_KEYS
+        assert {slot: name for slot, name in slots.items() if slot in self._by_slot} == self._by_slot
+
+    # ------------------------------------------------------------------ membership
+
+    def _join(self, message: Join, sender: bytes, now: float) -> Output:
+        reason = self._why_not(message)
+        if not reason:
+            try:
+                _, clash = self.membership.join(
+                    message.node, message.incarnation, message.host, message.port, message.capacity_bytes, now
+                )
+            except NoRoom as error:
+                reason = f"Node {message.node!r} is refused: {error}."
+        if reason:
+            self.stats.refused_joins += 1
+            self._warn(reason)
+            return [(sender, Refused(reason))]
+        if clash:
+            self._warn(
+                f"two nodes are called {message.node!r}: the one at {message.host}:{message.port} replaces one that was alive"
+                " at another address; give each node a name of its own (--name)"
+            )
+        self.stats.joins += 1
+        output = self._evict_loopback(message)
+        track = self._tracks.get(message.node)
+        if track is None or track.incarnation != message.incarnation:
+            if track is not None:
+                self._forget(message.node)
+            slot = self.directory.allocate()
+            track = _Track(message.node, message.incarnation, sender, slot, message.seq, want_snapshot=message.seq != 0)
+            self._tracks[message.node] = track
+            self._by_slot[slot] = message.node
+            if not track.want_snapshot:
+                self.membership.complete(message.node)
+        else:
+            track.sender = sender
+            if track.incoming is not None:
+                self._break_off(track)
+            if track.seq != message.seq:
+                track.seq = message.seq
+                track.want_snapshot = True
+        output.append(
+            (
+                sender,
+                Joined(
+                    version=negotiate(message.version_min, message.version_max) or PROTOCOL_MAX,
+                    master=self.incarnation,
+                    heartbeat_s=self.heartbeat_s,
+                    ttl_s=self.ttl_s,
+                    want_snapshot=track.want_snapshot,
+                ),
+            )
+        )
+        return output
+
+    def _warn(self, text: str) -> None:
+        self.notes.append((logging.WARNING, text))
+
+    def _why_not(self, message: Join) -> str:
+        if negotiate(message.version_min, message.version_max) is None:
+            older = "the node" if message.version_max < PROTOCOL_MIN else "the master"
+            return (
+                f"Node {message.node!r} speaks protocol versions {message.version_min} to {message.version_max}, this master"
+                f" {PROTOCOL_MIN} to {PROTOCOL_MAX}: upgrade {older} (pip install -U hicache-mooncake)."
+            )
+        if not message.node or len(message.node.encode()) > MAX_NAME_BYTES or len(message.incarnation) > MAX_NAME_BYTES:
+            return f"A node name must have 1 to {MAX_NAME_BYTES} bytes: set another one (--name)."
+        if message.seq < 0:
+            return f"Node {message.node!r} is refused: update number {message.seq} is negative."
+        if is_wildcard(message.host) or len(message.host) > MAX_NAME_BYTES:
+            return (
+                f"Node {message.node!r} advertises {message.host!r}, an address to listen on that no other node can connect to:"
+                " set the address that the other hosts reach it by (--advertise)."
+            )
+        if not 0 < message.port < 65536:
+            return f"Node {message.node!r} advertises port {message.port}: it must be 1 to 65535 (--advertise)."
+        if is_loopback(message.host):
+            for other in self.membership.live():
+                if other.name != message.node and not is_loopback(other.host):
+                    return _loopback_reason(message.node, message.host, other)
+        return ""
+
+    def _evict_loopback(self, message: Join) -> Output:
+        """A node that others can reach has come: those that only their own host can reach must not be answered any more."""
+        if is_loopback(message.host):
+            return []
+        output: Output = []
+        newcomer = self.membership.get(message.node)
+        assert newcomer is not None
+        for other in self.membership.live():
+            if is_loopback(other.host):
+                reason = _loopback_reason(other.name, other.host, newcomer)
+                output.append((self._tracks[other.name].sender, Refused(reason)))
+                self._warn(reason)
+                self.stats.refused_joins += 1
+                self.membership.leave(other.name, other.incarnation)
+                self._forget(other.name)
+        return output
+
+    def _beat(self, message: Beat, sender: bytes, now: float) -> BeatReply:
+        track = self._heard(message.node, message.incarnation, sender, now)
+        member = self.membership.get(message.node, message.incarnation)
+        if track is None or member is None:
+            return BeatReply(self.incarnation, known=False, want_snapshot=False)
+        member.used_bytes = message.used_bytes
+        member.capacity_bytes = message.capacity_bytes
+        member.objects = message.objects
+        member.hits = message.hits
+        member.lookups = message.lookups
+        if message.seq > track.seq and track.incoming is None and not track.want_snapshot:
+            self.stats.gaps += 1
+            track.want_snapshot = True
+        return BeatReply(self.incarnation, known=True, want_snapshot=track.want_snapshot and track.incoming is None)
+
+    def _heard(self, name: str, incarnation: bytes, sender: bytes, now: float) -> _Track | None:
+        if self.membership.touch(name, incarnation, now) is None:
+            self.stats.unknown_node += 1
+            return None
+        track = self._tracks[name]
+        track.sender = sender
+        return track
+
+    def _forget(self, name: str) -> None:
+        track = self._tracks.pop(name)
+        if track.incoming is not None:
+            self.directory.drop_node(track.incoming.slot)
+        del self._by_slot[track.slot]
+        self.directory.drop_node(track.slot)
+        self._answered_version = -1
+
+    # ------------------------------------------------------------------ the stream of updates
+
+    def _update(self, message: Update, sender: bytes, now: float) -> Output:
+        keys = _count(message.added) + _count(message.removed)
+        track = self._heard(message.node, message.incarnation, sender, now)
+        if track is None:
+            return [(sender, BeatReply(self.incarnation, known=False, want_snapshot=False))]
+        self.stats.updates += 1
+        if message.seq <= track.seq:
+            return []
+        incoming = track.incoming
+        if incoming is not None and message.seq > incoming.seq:
+            if len(incoming.later) >= MAX_LATER_UPDATES or incoming.later_keys + keys > MAX_LATER_KEYS:
+                self._break_off(track)
+            elif message.seq not in incoming.later:
+                incoming.later[message.seq] = message
+                incoming.later_keys += keys
+        if message.seq == track.seq + 1:
+            track.seq = message.seq
+        elif not track.want_snapshot:
+            self.stats.gaps += 1
+            track.want_snapshot = True
+        # After a gap too: a wrong hint costs a miss, a missing one as well, and the snapshot puts both right.
+        self._apply(track.slot, message)
+        return []
+
+    def _snapshot(self, message: Snapshot, sender: bytes, now: float) -> Output:
+        _count(message.added)
+        if message.seq < 0 or message.part < 0:
+            raise ProtocolError(f"snapshot part {message.part} of update {message.seq}")
+        track = self._heard(message.node, message.incarnation, sender, now)
+        if track is None:
+            return [(sender, BeatReply(self.incarnation, known=False, want_snapshot=False))]
+        if message.part == 0:
+            if message.seq < track.seq and not track.want_snapshot:
+                return []  # older than what is known already
+            if track.incoming is not None:
+                if message.seq < track.incoming.seq:
+                    return []
+                self._break_off(track)
+            track.incoming = _Incoming(message.seq, self.directory.allocate(), now)
+            track.want_snapshot = True
+        incoming = track.incoming
+        if incoming is None or incoming.seq != message.seq or message.part < incoming.next_part:
+            return []
+        if message.part > incoming.next_part:
+            self._break_off(track)
+            return []
+        incoming.next_part += 1
+        incoming.last_part_at = now
+        for namespace, hashes in message.added:
+            self.directory.add(incoming.slot, namespace, hashes)
+        if message.last:
+            self._complete(track, incoming)
+        return []
+
+    def _complete(self, track: _Track, incoming: _Incoming) -> None:
+        self.stats.snapshots += 1
+        del self._by_slot[track.slot]
+        self.directory.drop_node(track.slot)
+        track.slot = incoming.slot
+        self._by_slot[track.slot] = track.name
+        track.seq = incoming.seq
+        track.want_snapshot = False
+        track.incoming = None
+        for seq in sorted(incoming.later):
+            if seq == track.seq + 1:
+                track.seq = seq
+            elif not track.want_snapshot:
+                self.stats.gaps += 1
+                track.want_snapshot = True
+            self._apply(track.slot, incoming.later[seq])
+        self.membership.complete(track.name)
+
+    def _break_off(self, track: _Track) -> None:
+        assert track.incoming is not None
+        self.stats.snapshots_broken += 1
+        self.directory.drop_node(track.incoming.slot)
+        track.incoming = None
+        track.want_snapshot = True
+
+    def _apply(self, slot: int, message: Update) -> None:
+        for namespace, hashes in message.removed:
+            self.directory.remove(slot, namespace, hashes)
+        for namespace, hashes in message.added:
+            self.directory.add(slot, namespace, hashes)
+
+    # ------------------------------------------------------------------ questions
+
+    def _lookup(self, message: Lookup) -> LookupReply:
+        _count([(message.namespace, message.hashes)])
+        asker = self._tracks.get(message.asker)
+        column, slots = self.directory.lookup(
+            message.namespace, message.hashes, asker.slot if asker else None, message.prefix, self._answered_slots()
+        )
+        peers = []
+        for slot in slots:
+            member = self.membership.get(self._by_slot[slot])
+            assert member is not None
+            peers.append(Peer(member.name, member.incarnation, member.host, member.port))
+        self.stats.lookups += 1
+        self.stats.lookup_keys += len(message.hashes) // HASH_BYTES
+        self.stats.lookup_hits += len(column) - column.count(0)
+        return LookupReply(message.id, column, peers)
+
+    def _answered_slots(self) -> int:
+        version = self.membership.version
+        if version != self._answered_version:
+            mask = 0
+            for member in self.membership:
+                if member.state == ACTIVE:
+                    mask |= 1 << self._tracks[member.name].slot
+            self._answered, self._answered_version = mask, version
+        return self._answered
+
+    def _clear(self, message: ClearNamespace, sender: bytes) -> Output:
+        _count([(message.namespace, b"")])
+        self.stats.clears += 1
+        self.directory.drop_namespace(message.namespace)
+        return [
+            (track.sender, message)
+            for track in self._tracks.values()
+            if track.name != message.origin and track.sender != sender
+        ]
+
+    def _report(self, now: float) -> ClusterReport:
+        return ClusterReport(
+            self.incarnation, PROTOCOL_MAX, [self._info(member, now) for member in self.membership], len(self.directory)
+        )
+
+    def _info(self, member: Member, now: float) -> NodeInfo:
+        """`age_s` is the time since the node was last heard of."""
+        return NodeInfo(
+            node=member.name,
+            host=member.host,
+            port=member.port,
+            state=member.state,
+            used_bytes=member.used_bytes,
+            capacity_bytes=member.capacity_bytes,
+            objects=member.objects,
+            keys=0 if member.state == GONE else self.directory.keys_of(self._tracks[member.name].slot),
+            age_s=max(0.0, now - member.last_heard),
+            hits=member.hits,
+            lookups=member.lookups,
+        )
+
+
+def _loopback_reason(name: str, host: str, other: Member) -> str:
+    return (
+        f"Node {name!r} advertises {host!r}, which only its own host can reach, while {other.name!r} advertises {other.host!r}:"
+        f" set the address that the other hosts reach {name!r} by (--advertise)."
+    )
+
+
+def _count(columns: Iterable[tuple[bytes, bytes]]) -> int:
+    keys = 0
+    for namespace, hashes in columns:
+        if len(namespace) != NAMESPACE_BYTES:
+            raise ProtocolError(f"a namespace of {len(namespace)} bytes: must be {NAMESPACE_BYTES}")
+        keys += count_hashes(hashes)
+    return keys

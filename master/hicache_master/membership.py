@@ -1,0 +1,178 @@
+"""Which nodes are there, and in which state: no I/O, and time comes in as an argument."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+JOINING, ACTIVE, SUSPECTED, GONE = "joining", "active", "suspected", "gone"
+STATES = (JOINING, ACTIVE, SUSPECTED, GONE)
+MAX_NODES = 1024
+GONE_LISTED = 10
+"""A gone node stays on the list for this many times `forget_s`, so that an operator sees what is missing."""
+
+_LOOPBACK_NAMES = {"localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback"}
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
+
+
+def is_wildcard(host: str) -> bool:
+    """Is this an address to listen on, not one to connect to?"""
+    address = _address(host)
+    return host.strip() in ("", "*") or (address is not None and address.is_unspecified)
+
+
+def is_loopback(host: str) -> bool:
+    """Can only the node's own host reach this address?"""
+    address = _address(host)
+    return host.lower().rstrip(".") in _LOOPBACK_NAMES or (address is not None and address.is_loopback)
+
+
+@dataclass(slots=True)
+class Member:
+    """A node as the master knows it. `last_heard` and `since` are on the caller's clock."""
+
+    name: str
+    incarnation: bytes
+    host: str
+    port: int
+    capacity_bytes: int
+    last_heard: float
+    since: float
+    state: str = JOINING
+    complete: bool = False
+    """Does the directory have everything this node holds, but for what is on its way?"""
+    used_bytes: int = 0
+    objects: int = 0
+    hits: int = 0
+    lookups: int = 0
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
+
+
+class NoRoom(Exception):
+    """The master has as many nodes as it takes."""
+
+
+class Membership:
+    """Nodes by name. joining: no complete snapshot yet; active: answered in lookups; suspected: not heard of for `ttl_s`, kept
+    but not answered, straight back with its next sign of life; gone: not heard of for `forget_s`, its keys are dropped.
+
+    Every change of who is answered moves `version`. Not thread-safe.
+    """
+
+    def __init__(self, ttl_s: float, forget_s: float = 60.0, max_nodes: int = MAX_NODES) -> None:
+        self.ttl_s = ttl_s
+        self.forget_s = max(forget_s, ttl_s)
+        self.max_nodes = max_nodes
+        self.version = 0
+        self.name_clashes = 0
+        self._members: dict[str, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        """All members, also those that are gone but still listed."""
+        return iter(self._members.values())
+
+    def live(self) -> list[Member]:
+        """Every member that is not gone."""
+        return [member for member in self._members.values() if member.state != GONE]
+
+    def counts(self) -> dict[str, int]:
+        """Members by state."""
+        counts = dict.fromkeys(STATES, 0)
+        for member in self._members.values():
+            counts[member.state] += 1
+        return counts
+
+    def get(self, name: str, incarnation: bytes | None = None) -> Member | None:
+        """The live member of this name, if it is this incarnation."""
+        member = self._members.get(name)
+        if member is None or member.state == GONE or (incarnation is not None and member.incarnation != incarnation):
+            return None
+        return member
+
+    def join(self, name: str, incarnation: bytes, host: str, port: int, capacity_bytes: int, now: float) -> tuple[Member, bool]:
+        """Take a node in, or a new incarnation or address of it. Returns the member, and whether its name clashes: the same
+        name was heard of within `ttl_s` from another incarnation at another address. The newer wins. Raises NoRoom."""
+        old = self.get(name)
+        self.version += 1
+        if old is not None and old.incarnation == incarnation:
+            old.host, old.port, old.capacity_bytes = host, port, capacity_bytes
+            self._heard(old, now)
+            return old, False
+        clash = old is not None and old.state in (JOINING, ACTIVE) and old.address != (host, port)
+        self.name_clashes += clash
+        if name not in self._members and len(self._members) >= self.max_nodes:
+            gone = [member for member in self._members.values() if member.state == GONE]
+            if not gone:
+                raise NoRoom(f"{len(self._members)} nodes are members already, the most this master takes")
+            del self._members[min(gone, key=lambda member: member.last_heard).name]
+        member = Member(name, incarnation, host, port, capacity_bytes, last_heard=now, since=now)
+        self._members[name] = member
+        return member, clash
+
+    def touch(self, name: str, incarnation: bytes, now: float) -> Member | None:
+        """A sign of life. None when this incarnation is not a member: it must join again."""
+        member = self.get(name, incarnation)
+        if member is not None:
+            self._heard(member, now)
+        return member
+
+    def complete(self, name: str) -> None:
+        """The directory now has everything this node holds."""
+        member = self._members[name]
+        member.complete = True
+        if member.state == JOINING:
+            member.state = ACTIVE
+        self.version += 1
+
+    def leave(self, name: str, incarnation: bytes) -> Member | None:
+        """Take a node off the list. None when this incarnation is not a member."""
+        member = self.get(name, incarnation)
+        if member is not None:
+            del self._members[name]
+            self.version += 1
+        return member
+
+    def expire(self, now: float) -> list[Member]:
+        """Suspect who is late; returns the members that are gone with this call, whose keys must be dropped."""
+        gone = []
+        for member in list(self._members.values()):
+            silent_s = now - member.last_heard
+            if member.state == GONE:
+                if silent_s > GONE_LISTED * self.forget_s:
+                    del self._members[member.name]
+            elif silent_s > self.forget_s:
+                member.state = GONE
+                self.version += 1
+                gone.append(member)
+            elif silent_s > self.ttl_s and member.state != SUSPECTED:
+                member.state = SUSPECTED
+                self.version += 1
+        return gone
+
+    def validate(self) -> None:
+        """For tests: names and states are consistent."""
+        assert len(self._members) <= self.max_nodes
+        for name, member in self._members.items():
+            assert member.name == name
+            assert member.state in STATES
+            assert member.state != ACTIVE or member.complete
+            assert member.state != JOINING or not member.complete
+            assert member.last_heard >= member.since
+
+    def _heard(self, member: Member, now: float) -> None:
+        member.last_heard = max(now, member.last_heard)
+        if member.state == SUSPECTED:
+            member.state = ACTIVE if member.complete else JOINING
+            self.version += 1
