@@ -145,7 +145,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Load pages into the host pool. `host_indices`: int64 token slots, page_size per key, page-aligned.
-        True only for pages that are there whole and verified. After a missing page the later ones are not loaded."""
+        True only for pages that are there whole and verified; the others are left as they were, or hold no page."""
         return self._guard("get", [False] * len(keys), lambda: self._transfer("load", keys, host_indices))
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
