@@ -242,7 +242,7 @@ def test_a_snapshot_that_lost_a_part_is_asked_for_again(master: Master) -> None:
 def test_a_snapshot_that_stops_is_asked_for_again(master: Master) -> None:
     master.join("a", seq=5)
     master.snapshot("a", 5, 0, False, 1)
-    for _ in range(6):
+    for _ in range(16):
         master.pass_time(1.0)
         reply = master.beat("a", 5)
     assert reply.want_snapshot
@@ -489,7 +489,7 @@ class Cluster:
 
     def quiet_down(self) -> None:
         self.bad = False
-        for _ in range(40):
+        for _ in range(60):
             for node in self.nodes.values():
                 if node.alive:
                     self.send(node, node.beat())

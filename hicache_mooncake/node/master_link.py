@@ -53,9 +53,10 @@ UNASKED_DRAIN_S = 0.1
 MAX_OUTBOX_MESSAGES = 4_096
 """Messages that wait for a master that reads slowly. Beyond it they are dropped, and the master asks for a snapshot."""
 SNAPSHOT_PARTS_PER_PASS = 8
-SEND_HWM = 64
+SEND_HWM = 16
 CONNECT_S = 1.0
 JOIN_ANSWER_S = 3.0
+SILENT_S = 15.0
 BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 10.0
 BREAKER_S = (0.5, 5.0)
@@ -267,7 +268,6 @@ class _Session:
         self._since = 0.0
         self._beat_at = 0.0
         self._answered_at = 0.0
-        self._written_at = 0.0
         self._outbox: deque[bytes] = deque()
         self._parts: Iterator[tuple[Keys, bool]] | None = None
         self._snapshot_wanted = False
@@ -282,6 +282,11 @@ class _Session:
     def listens(self) -> bool:
         """Does this master take updates now?"""
         return self.state in (_JOINING, _JOINED)
+
+    @property
+    def answers(self) -> bool:
+        """Is this node a member there, and was the master heard of lately?"""
+        return self.state == _JOINED and time.monotonic() - self._answered_at <= self._ttl_s
 
     @property
     def wants_to_write(self) -> bool:
@@ -319,13 +324,11 @@ class _Session:
             if now >= self._beat_at:
                 self._beat(now)
             self._write_snapshot_and_outbox(now)
-            # Late answers may only mean that the master has much to read, so they get longer than a socket that takes nothing.
-            if self._outbox and now - self._written_at > self._ttl_s:
-                self._fail("took nothing for too long")
-            elif now - self._answered_at > max(3 * self._ttl_s, 10.0):
+            # Patient: a master that was restarted has every node's snapshot to read, and connecting anew starts ours over.
+            if now - self._answered_at > max(3 * self._ttl_s, SILENT_S):
                 self._fail("stopped answering")
         elif self.state == _JOINING:
-            self._write_outbox(now)
+            self._write_outbox()
 
     def close(self, leave: bool) -> None:
         if self.socket is None:
@@ -357,7 +360,7 @@ class _Session:
     def _join(self, now: float) -> None:
         facts = self.link.info()
         self.state = _JOINING
-        self._since = self._written_at = now
+        self._since = now
         self._join_at = now + random.uniform(0.2, 0.5)  # the soonest next one: two nodes of one name would join in turns
         self._outbox.clear()
         self._parts = None
@@ -375,7 +378,7 @@ class _Session:
                 self.link.seq,
             )
         )
-        self._write_outbox(now)
+        self._write_outbox()
 
     def _fail(self, why: str) -> None:
         log = self.link.log.debug if self._complained else self.link.log.warning
@@ -474,7 +477,7 @@ class _Session:
 
     def _write_snapshot_and_outbox(self, now: float) -> None:
         """Updates first: the snapshot takes seconds, they are news. The master puts both in order by their numbers."""
-        self._write_outbox(now)
+        self._write_outbox()
         for _ in range(SNAPSHOT_PARTS_PER_PASS):
             if self._outbox or not (self._parts or self._snapshot_wanted) or not self._writable():
                 return
@@ -499,19 +502,16 @@ class _Session:
             self.push(Snapshot(facts.node, facts.incarnation, self._snapshot_seq, self._part, last, keys))
             self._part += 1
             self._answered_at = now  # the answers wait behind it
-            self._write_outbox(now)
+            self._write_outbox()
 
-    def _write_outbox(self, now: float) -> None:
+    def _write_outbox(self) -> None:
         assert self.socket is not None
-        if not self._outbox:
-            self._written_at = now
         while self._outbox:
             try:
                 self.socket.send(self._outbox[0], zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._outbox.popleft()
-            self._written_at = now
 
     def _writable(self) -> bool:
         assert self.socket is not None
@@ -596,13 +596,12 @@ class MasterLink:
         """One of `no master configured`, `joined`, `refused: <reason>`, `joining`, `unreachable`: of the master best off."""
         if not self._sessions:
             return "no master configured"
-        states = {session.state for session in self._sessions}
-        if _JOINED in states:
+        if any(session.answers for session in self._sessions):
             return "joined"
         refusal = next((session.refusal for session in self._sessions if session.refusal), "")
         if refusal:
             return f"refused: {refusal}"
-        return "joining" if _JOINING in states else "unreachable"
+        return "joining" if any(session.state == _JOINING for session in self._sessions) else "unreachable"
 
     def start(self) -> None:
         """Start to join. Once."""
@@ -670,7 +669,7 @@ class MasterLink:
             self.counters[name] += by
 
     def _first_healthy(self, timeout_s: float) -> _Asker | None:
-        joined = [session.state == _JOINED for session in self._sessions]
+        joined = [session.answers for session in self._sessions]
         for wanted in (True, False):
             for asker, is_joined, session in zip(self._askers, joined, self._sessions, strict=True):
                 if is_joined is wanted and not session.refusal and asker.allows(timeout_s):

@@ -41,6 +41,9 @@ MAX_NAME_BYTES = 255
 MAX_LATER_KEYS = 524_288
 """Keys in updates that overtook the snapshot they follow. Past this the snapshot is asked for again."""
 MAX_LATER_UPDATES = 65_536
+STALLED_SNAPSHOT_S = 15.0
+"""A snapshot of which no part came for so long has lost one. Long: nodes whose connection breaks join again and start over, and
+with many nodes sending theirs to a master that just restarted, each waits for its turn."""
 SWEEP_KEYS_PER_TICK = 5_000
 """A few milliseconds of work: no request waits for more of a dropped node than this."""
 
@@ -115,6 +118,7 @@ class MasterCore:
         self.notes: deque[tuple[int, str]] = deque(maxlen=100)
         self._tracks: dict[str, _Track] = {}
         self._by_slot: dict[int, str] = {}
+        self._now = 0.0
         self._answered = 0
         self._answered_version = -1
 
@@ -154,6 +158,7 @@ class MasterCore:
 
     def tick(self, now: float) -> Output:
         """Let time pass: suspect and forget nodes, drop a bounded part of what was given up."""
+        self._now = max(self._now, now)
         for member in self.membership.expire(now):
             self._forget(member.name)
             self._warn(
@@ -161,7 +166,7 @@ class MasterCore:
                 " its keys are dropped"
             )
         for track in self._tracks.values():
-            if track.incoming is not None and now - track.incoming.last_part_at > self.ttl_s:
+            if track.incoming is not None and now - track.incoming.last_part_at > max(STALLED_SNAPSHOT_S, self.ttl_s):
                 self._break_off(track)
         self.directory.sweep(SWEEP_KEYS_PER_TICK)
         return []
@@ -352,7 +357,7 @@ class MasterCore:
                 if message.seq < track.incoming.seq:
                     return []
                 self._break_off(track)
-            track.incoming = _Incoming(message.seq, self.directory.allocate(), now)
+            track.incoming = _Incoming(message.seq, self.directory.allocate(), max(now, self._now))
             track.want_snapshot = True
         incoming = track.incoming
         if incoming is None or incoming.seq != message.seq or message.part < incoming.next_part:
@@ -361,7 +366,7 @@ class MasterCore:
             self._break_off(track)
             return []
         incoming.next_part += 1
-        incoming.last_part_at = now
+        incoming.last_part_at = max(now, self._now)  # messages may have waited long
         for namespace, hashes in message.added:
             self.directory.add(incoming.slot, namespace, hashes)
         if message.last:

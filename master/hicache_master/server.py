@@ -43,9 +43,11 @@ log = logging.getLogger("hicache_master")
 
 DEFAULT_PORT = 50051
 DEFAULT_MAX_KEYS = 50_000_000
-HWM_MESSAGES = 256
-"""Messages queued per peer and direction. Beyond it the peer waits, and an answer to one that does not read is lost."""
-MAX_BACKLOG_BYTES = 128 << 20
+SEND_HWM = 256
+"""Answers queued per peer. Those to a peer that does not read are lost, and it asks again."""
+RECEIVE_HWM = 32
+"""Messages queued per peer before it must wait. ZMQ lets it go on when half of them are done: many would make long pauses."""
+MAX_BACKLOG_BYTES = 32 << 20
 """Updates and snapshots that wait their turn behind lookups. Beyond it nothing more is read until some are done."""
 RECEIVE_BATCH = 64
 SLICE_S = 0.005
@@ -293,8 +295,8 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], listen: str) -> tuple[zmq.Soc
     host, port = _split(listen, "nodes", DEFAULT_PORT)
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.LINGER, 0)
-    router.setsockopt(zmq.SNDHWM, HWM_MESSAGES)
-    router.setsockopt(zmq.RCVHWM, HWM_MESSAGES)
+    router.setsockopt(zmq.SNDHWM, SEND_HWM)
+    router.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     router.setsockopt(zmq.BACKLOG, 1024)
     router.setsockopt(zmq.TCP_KEEPALIVE, 1)
