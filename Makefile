@@ -41,7 +41,7 @@ lint: $(READY)
 	$(PY) -m mypy
 
 bench: $(READY)
-	$(PY) -m hicache_mooncake.cli bench
+	@$(PY) -m benchmarks.quick $(BENCH_ARGS)
 
 wheel: $(READY)
 	$(PY) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .

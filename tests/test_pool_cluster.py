@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -308,17 +310,13 @@ def test_a_slow_peer_that_goes_on_sending_is_fenced(
 def bound_data_address(node: NodeProcess) -> str:
     """The port that the node really listens on, whatever it advertises."""
     assert node.process is not None
-    inodes = set()
-    import os
-
-    for fd in os.listdir(f"/proc/{node.process.pid}/fd"):
-        link = os.readlink(f"/proc/{node.process.pid}/fd/{fd}")
-        if link.startswith("socket:["):
-            inodes.add(link[8:-1])
-    for line in open("/proc/net/tcp").readlines()[1:]:
-        parts = line.split()
-        if parts[3] == "0A" and parts[9] in inodes:
-            return f"127.0.0.1:{int(parts[1].split(':')[1], 16)}"
+    fds = Path(f"/proc/{node.process.pid}/fd")
+    links = [os.readlink(fd) for fd in fds.iterdir()]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and inode in inodes:
+            return f"127.0.0.1:{int(local.split(':')[1], 16)}"
     raise AssertionError("no listening port")
 
 

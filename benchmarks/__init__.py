@@ -1,0 +1,1 @@
+"""Benchmarks: each row prints what ran, the ceiling, and the ratio, from interleaved rounds of one run."""

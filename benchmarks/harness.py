@@ -1,0 +1,178 @@
+"""Rounds, medians, ceilings and results: what every benchmark here shares."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from hicache_mooncake.client.embedded import node_answers
+from hicache_mooncake.config import Settings, load_settings
+from hicache_mooncake.config_values import join_address
+from hicache_mooncake.testing.local import free_port
+from hicache_mooncake.transfer.mapping import Mapping as SharedMapping
+from hicache_mooncake.transfer.mapping import create_memfd
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table. `ours` and `ceiling` are medians in `unit`; for a rate the ratio is ours / ceiling, for a time
+    ceiling / ours. `target` is the least ratio that we promise, or None."""
+
+    what: str
+    ours: float
+    ceiling: float
+    unit: str
+    ceiling_name: str
+    spread: float
+    target: float | None = None
+    lower_is_better: bool = False
+
+    @property
+    def ratio(self) -> float:
+        return self.ceiling / self.ours if self.lower_is_better else self.ours / self.ceiling
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[int], float]], rounds: int, progress: Progress, what: str
+) -> dict[str, list[float]]:
+    """Run every contender once a round, in an order that changes; the first round is a warm-up and not counted.
+
+    A contender gets the round's number and returns its figure.
+    """
+    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    task = progress.add_task(what, total=rounds + 1)
+    for number in range(rounds + 1):
+        names = list(contenders)
+        random.Random(number).shuffle(names)
+        for name in names:
+            figure = contenders[name](number)
+            if number:
+                figures[name].append(figure)
+        progress.advance(task)
+    progress.remove_task(task)
+    return figures
+
+
+def spread(values: list[float]) -> float:
+    """Half the distance between the quartiles, as a part of the median."""
+    ordered = sorted(values)
+    quarter = len(ordered) // 4
+    return (ordered[-1 - quarter] - ordered[quarter]) / 2 / median(ordered)
+
+
+class Memory:
+    """Page-aligned shared memory, faulted in. Owns the descriptor and the mapping."""
+
+    def __init__(self, length: int) -> None:
+        self.fd = create_memfd("bench", length)
+        self.mapping = SharedMapping(self.fd, length, writable=True)
+        self.mapping.populate()
+        self.mapping.view[:] = random.Random(0).randbytes(1 << 20) * (length >> 20)
+        self.address = self.mapping.address
+        self.length = length
+
+    def close(self) -> None:
+        self.mapping.close()
+        os.close(self.fd)
+
+
+def memcpy_rate(source: Memory, target: Memory, page: int, count: int) -> float:
+    """GB/s of a plain memcpy of `count` pages, in one thread: the ceiling for shared memory."""
+    started = time.perf_counter()
+    for at in range(0, page * count, page):
+        ctypes.memmove(target.address + at, source.address + at, page)
+    return page * count / (time.perf_counter() - started) / 1e9
+
+
+@contextlib.contextmanager
+def pool(nodes: int = 1, dram: int = 1 << 30) -> Iterator[list[Settings]]:
+    """Real store nodes in processes of their own, with a master when there is more than one; settings for ranks of each."""
+    processes: list[subprocess.Popen[bytes]] = []
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "master")])}
+    command = [sys.executable, "-m", "hicache_mooncake.cli"]
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
+        try:
+            masters: list[str] = []
+            if nodes > 1:
+                masters = ["--master", join_address("127.0.0.1", free_port())]
+                processes.append(
+                    subprocess.Popen([*command, "master", "--listen", masters[1]], env=env, stderr=subprocess.DEVNULL)
+                )
+            settings = []
+            for number in range(nodes):
+                path = f"{folder}/{number}.sock"
+                arguments = ["node", "--socket", path, "--dram", str(dram), "--name", f"bench-{number}", *masters]
+                processes.append(subprocess.Popen([*command, *arguments], env=env, stderr=subprocess.DEVNULL))
+                deadline = time.monotonic() + 30
+                while not node_answers(path):
+                    if time.monotonic() > deadline or processes[-1].poll() is not None:
+                        raise RuntimeError("the benchmark's store node did not start: run `hicache-mooncake doctor`")
+                    time.sleep(0.05)
+                settings.append(load_settings({}, {}, {"socket": path, "node": "external", "deadline_s": 7.0})[0])
+            time.sleep(dram / (1 << 30))  # its memory is faulted in behind the first answers
+            yield settings
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.wait(20)
+
+
+def report(rows: list[Row], title: str) -> None:
+    table = Table(title=title)
+    for column in ("what", "ours", "ceiling", "ratio", "target", "± (quartiles)"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in rows:
+        good = row.target is None or row.ratio >= row.target
+        table.add_row(
+            row.what,
+            f"{row.ours:.3g} {row.unit}",
+            f"{row.ceiling:.3g} {row.ceiling_name}",
+            f"[{'green' if good else 'red'}]{row.ratio:.2f}",
+            "" if row.target is None else f"{row.target:g}",
+            f"{row.spread * 100:.0f} %",
+        )
+    Console(width=max(110, Console().width)).print(table)
+
+
+def save(rows: list[Row], name: str) -> Path:
+    """Keep what was printed, with the commit and the machine."""
+
+    def output(*command: str) -> str:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return ""
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    record = {
+        "benchmark": name,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": output("git", "rev-parse", "HEAD"),
+        "dirty": bool(output("git", "status", "--porcelain")),
+        "machine": {"cpu": cpu, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()},
+        "rows": [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows],
+    }
+    folder = ROOT / "benchmarks" / "results"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
