@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shutil
 import signal
 import sys
 import tempfile
@@ -76,12 +77,14 @@ def run_demo(keep: bool, workdir: Path, model: Path | None) -> int:
         return 1
     run_dir = (workdir / time.strftime("%Y%m%d-%H%M%S")).resolve()
     run_dir.mkdir(parents=True)
+    # Not in the work directory: a UNIX socket's path has at most 107 bytes.
+    sockets = Path(tempfile.mkdtemp(prefix="hicache-demo-"))
     started: list[ManagedProcess] = []
     steps = Steps(console)
     kept = False
     try:
         with _ending_on_signals(), steps:
-            demo = Demo(run_dir, started, steps)
+            demo = Demo(run_dir, sockets, started, steps)
             if (available := _available_gib()) < MEMORY_GIB:
                 steps.note(f"{available:.1f} GiB of memory are available and some {MEMORY_GIB} are needed: this may fail.")
             turns, moved_bytes = demo.run(model.resolve() if model is not None else workdir.resolve() / "model")
@@ -100,14 +103,16 @@ def run_demo(keep: bool, workdir: Path, model: Path | None) -> int:
         if not kept:
             with contextlib.suppress(ProcessError):
                 stop_all(started)
+            shutil.rmtree(sockets, ignore_errors=True)
             console.print(f"All processes have ended. Logs: {run_dir}", highlight=False, soft_wrap=True)
 
 
 class Demo:
     """Starts everything, asks, and measures. Every process goes to `started` before it starts; the caller ends them."""
 
-    def __init__(self, run_dir: Path, started: list[ManagedProcess], steps: Steps) -> None:
+    def __init__(self, run_dir: Path, sockets: Path, started: list[ManagedProcess], steps: Steps) -> None:
         self._dir = run_dir
+        self._sockets = sockets
         self._started = started
         self._steps = steps
 
@@ -160,11 +165,9 @@ class Demo:
         return turns
 
     def _start_pool(self) -> tuple[NodeProcess, NodeProcess]:
-        # Not in the work directory: a UNIX socket's path has at most 107 bytes.
-        sockets = Path(tempfile.mkdtemp(prefix="hicache-demo-"))
         master = MasterProcess("master", log=self._dir / "master.log")
         nodes = [
-            NodeProcess(f"node-{x}", socket_path=sockets / f"{x}.sock", master=master, log=self._dir / f"node-{x}.log")
+            NodeProcess(f"node-{x}", socket_path=self._sockets / f"{x}.sock", master=master, log=self._dir / f"node-{x}.log")
             for x in ("a", "b")
         ]
         processes: list[MasterProcess | NodeProcess] = [master, *nodes]
@@ -357,7 +360,7 @@ class Steps:
 
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demo the way Ctrl-C does."""
+    """SIGTERM and SIGHUP end the demo the way Ctrl-C does, which works in the background too; under nohup SIGHUP does not."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -365,7 +368,10 @@ def _ending_on_signals() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:

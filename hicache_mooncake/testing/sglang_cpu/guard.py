@@ -26,7 +26,7 @@ _POLL_S = 0.05
 
 def descendants(root: int) -> list[int]:
     """Every live (not zombie) process below `root`, from /proc."""
-    children: dict[int, list[int]] = {}
+    children: dict[int, list[tuple[int, bool]]] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -35,14 +35,14 @@ def descendants(root: int) -> list[int]:
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
         except OSError:
             continue
-        children.setdefault(int(parent), []).append(int(name) if state not in (b"Z", b"X") else 0)
+        children.setdefault(int(parent), []).append((int(name), state not in (b"Z", b"X")))
     found: list[int] = []
     pending = [root]
     while pending:
-        for pid in children.get(pending.pop(), []):
-            if pid:
+        for pid, live in children.get(pending.pop(), []):
+            pending.append(pid)
+            if live:
                 found.append(pid)
-                pending.append(pid)
     return found
 
 
@@ -83,15 +83,14 @@ class Guard:
             while self.code is None and not kill and time.monotonic() < deadline:
                 kill = self._hear_owner()
                 self._reap()
-        while left := descendants(guard):
-            for pid in left:
+        # Orphans become our children, so having none is the proof; a look at /proc can miss one whose parent dies meanwhile.
+        while self._reap():
+            for pid in descendants(guard):
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            self._reap()
             time.sleep(0.01)
-        self._reap()
         return self.code if self.code is not None else 1
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -112,14 +111,15 @@ class Guard:
         self.stop = word != b"d"
         return False
 
-    def _reap(self) -> None:
+    def _reap(self) -> bool:
+        """Collect who has ended; False when no child is left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                return False
             if pid == 0:
-                return
+                return True
             if pid == self.child:
                 code = os.waitstatus_to_exitcode(status)
                 self.code = code if code >= 0 else 128 - code

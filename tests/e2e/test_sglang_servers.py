@@ -1,0 +1,248 @@
+"""Real SGLang servers on CPU, each with the store node of its own host: what they share, and what they survive.
+
+One reference server without any cache gives the answers; it is stopped before the others start, so 6 GiB of memory are enough.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hicache_mooncake.testing.sglang_cpu.pool import MasterProcess, NodeProcess
+from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, stop_all
+from hicache_mooncake.testing.sglang_cpu.servers import (
+    NO_CACHE,
+    Answer,
+    Cached,
+    SglangServer,
+    chat,
+    flush_cache,
+    full_pages,
+    generate,
+    pool_caching,
+    start_servers,
+    tokens_written_to_l3,
+    wait_written_to_l3,
+)
+from hicache_mooncake.testing.sglang_cpu.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.sglang,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("sglang", "torch", "hicache_mooncake.backend")),
+        reason="needs sglang, torch and the storage backend",
+    ),
+]
+
+ANSWER_TOKENS = 24
+KV_BYTES_PER_TOKEN = 4096
+Prompt = tuple[int, ...]
+
+
+def prompt(seed: int, tokens: int) -> Prompt:
+    rng = random.Random(seed)
+    return (1, *(rng.randrange(3, 320) for _ in range(tokens - 1)))
+
+
+SHARED = prompt(1, 1101)
+NEXT_QUESTION = prompt(2, 90)
+RESTARTED = prompt(3, 901)
+UNDER_LOAD = [prompt(10 + i, 403 + 37 * i) for i in range(6)]
+AFTER_THE_NODE = prompt(30, 701)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def uncached(model: Path, logs: Path) -> dict[Prompt, Answer]:
+    """What a server without any cache answers, by prompt."""
+    answers: dict[Prompt, Answer] = {}
+    with SglangServer("uncached", model=model, caching=NO_CACHE, log=logs / "uncached.log") as server:
+        for ids in (SHARED, RESTARTED, AFTER_THE_NODE, *UNDER_LOAD):
+            answers[ids] = generate(server.url, ids, max_new_tokens=ANSWER_TOKENS)
+        second_turn = (*SHARED, *answers[SHARED].output_ids, *NEXT_QUESTION)
+        answers[second_turn] = generate(server.url, second_turn, max_new_tokens=ANSWER_TOKENS)
+    return answers
+
+
+@dataclass
+class Cluster:
+    a: SglangServer
+    b: SglangServer
+    node_a: NodeProcess
+    node_b: NodeProcess
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, logs: Path, uncached: dict[Prompt, Answer]) -> Iterator[Cluster]:
+    sockets = Path(tempfile.mkdtemp(prefix="hicache-e2e-"))  # pytest's own paths are too long for a UNIX socket
+    started: list[ManagedProcess] = []
+    try:
+        master = MasterProcess("master", log=logs / "master.log")
+        started.append(master)
+        master.start_and_wait()
+        nodes, engines = [], []
+        for x in "ab":
+            node = NodeProcess(f"node-{x}", socket_path=sockets / x, master=master, log=logs / f"node-{x}.log")
+            started.append(node)
+            node.start_and_wait()
+            nodes.append(node)
+            caching = pool_caching(node.socket_path)
+            engines.append(SglangServer(f"engine-{x}", model=model, caching=caching, log=logs / f"engine-{x}.log"))
+        started += engines
+        start_servers(engines)
+        yield Cluster(*engines, *nodes)
+    finally:
+        stop_all(started[::-1])
+        shutil.rmtree(sockets)
+
+
+def ask(server: SglangServer, ids: Prompt) -> Answer:
+    return generate(server.url, ids, max_new_tokens=ANSWER_TOKENS)
+
+
+def ask_and_wait_until_written(server: SglangServer, ids: Prompt) -> Answer:
+    """For prompts that share no page with what the server has written before."""
+    written = tokens_written_to_l3(server.url)
+    answer = ask(server, ids)
+    wait_written_to_l3(server.url, written + cached_tokens(ids, answer))
+    return answer
+
+
+def cached_tokens(ids: Prompt, answer: Answer) -> int:
+    """Tokens of the whole pages of a prompt and its answer; the last token of an answer is never computed."""
+    return full_pages(len(ids) + len(answer.output_ids) - 1)
+
+
+def test_an_engine_on_another_host_reads_what_the_first_one_computed(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:
+    sent = cluster.node_a.metric("remote_sent_bytes_total")
+    first = ask_and_wait_until_written(cluster.a, SHARED)
+    assert first.cached == Cached()
+    assert first.output_ids == uncached[SHARED].output_ids
+
+    second = ask(cluster.b, SHARED)
+    assert second.cached == Cached(storage=full_pages(len(SHARED)))
+    assert second.output_ids == uncached[SHARED].output_ids
+    moved = cluster.node_a.metric("remote_sent_bytes_total") - sent
+    assert moved == full_pages(len(SHARED)) * KV_BYTES_PER_TOKEN
+
+
+def test_the_next_turn_finds_the_pages_of_the_answer_too(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:
+    first = ask(cluster.a, SHARED)
+    flush_cache(cluster.b.url)
+    second_turn = (*SHARED, *first.output_ids, *NEXT_QUESTION)
+    answer = ask(cluster.b, second_turn)
+    assert answer.cached == Cached(storage=cached_tokens(SHARED, first))
+    assert answer.output_ids == uncached[second_turn].output_ids
+
+
+def test_openai_chat_finds_its_history_on_the_other_host(cluster: Cluster) -> None:
+    messages = [{"role": "user", "content": "Which machine asked for page 17? " * 20}]
+    written = tokens_written_to_l3(cluster.a.url)
+    first = chat(cluster.a.url, messages)
+    assert first.cached_tokens == 0
+    wait_written_to_l3(cluster.a.url, written + full_pages(first.prompt_tokens))
+    second = chat(cluster.b.url, messages)
+    assert second.cached_tokens >= full_pages(first.prompt_tokens - 1)
+    assert second.text == first.text
+
+
+def test_an_engine_that_was_killed_finds_its_cache_warm(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:
+    ask_and_wait_until_written(cluster.a, RESTARTED)
+    cluster.a.kill()
+    start_servers([cluster.a])
+    sent = cluster.node_b.metric("remote_sent_bytes_total")  # after SGLang's own warm-up prompt
+    answer = ask(cluster.a, RESTARTED)
+    assert answer.cached == Cached(storage=full_pages(len(RESTARTED)))
+    assert answer.output_ids == uncached[RESTARTED].output_ids
+    assert cluster.node_b.metric("remote_sent_bytes_total") == sent, "the pages were on this host"
+
+
+class Load:
+    """Asks one prompt after the other, always from L3 or from nothing, in a thread, until it is told to stop."""
+
+    def __init__(self, server: SglangServer, prompts: list[Prompt]) -> None:
+        self.answers: list[tuple[Prompt, Answer]] = []
+        self.error: BaseException | None = None
+        self._server = server
+        self._prompts = prompts
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join(120)
+
+    def wait_for_more(self, answers: int, timeout_s: float = 120.0) -> None:
+        goal, end = len(self.answers) + answers, time.monotonic() + timeout_s
+        while len(self.answers) < goal:
+            assert self.error is None, f"request {len(self.answers)} failed: {self.error}"
+            assert time.monotonic() < end, f"{len(self.answers)} of {goal} answers after {timeout_s:.0f} s"
+            time.sleep(0.05)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                ids = self._prompts[len(self.answers) % len(self._prompts)]
+                self.answers.append((ids, ask(self._server, ids)))
+                flush_cache(self._server.url)
+        except BaseException as error:
+            self.error = error
+
+
+def test_a_node_that_is_killed_under_load_costs_no_answer(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:
+    engine = cluster.a.pid
+    for ids in UNDER_LOAD:
+        ask(cluster.a, ids)
+    time.sleep(2.0)
+    flush_cache(cluster.a.url)
+    with Load(cluster.a, UNDER_LOAD) as load:
+        load.wait_for_more(len(UNDER_LOAD))
+        assert sum(answer.cached.storage for _, answer in load.answers) > 0, "L3 was not in use before the kill"
+        cluster.node_a.kill()
+        load.wait_for_more(len(UNDER_LOAD) + 1)
+        dead = load.answers[-1][1]
+        cluster.node_a.start_and_wait()
+        load.wait_for_more(2)
+    assert load.error is None
+    for ids, answer in load.answers:
+        assert answer.output_ids == uncached[ids].output_ids
+    assert dead.cached == Cached(), "nothing could come from a node that is dead"
+    assert max(answer.total_s for _, answer in load.answers) < 30
+
+    # Back without a restart of the engine: what is written now is found again.
+    for _ in range(20):
+        ask(cluster.a, AFTER_THE_NODE)
+        time.sleep(2.0)
+        flush_cache(cluster.a.url)
+        answer = ask(cluster.a, AFTER_THE_NODE)
+        assert answer.output_ids == uncached[AFTER_THE_NODE].output_ids
+        if answer.cached.storage:
+            break
+        flush_cache(cluster.a.url)
+    assert answer.cached.storage == full_pages(len(AFTER_THE_NODE))
+    assert cluster.a.running
+    assert cluster.a.pid == engine
