@@ -75,6 +75,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         """Share the KV pool's memory. A pool that cannot be stored whole is refused in the log and then never hits."""
         super().register_mem_pool_host(mem_pool_host)
         self._pool = None
+        self._refused.pop(_KV, None)
         try:
             geometry = of_pool(mem_pool_host, _KV)
             namespace = namespace_of(self._config, mem_pool_host, geometry, self._settings)
@@ -137,7 +138,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             return 0
         hashes, bad = pack_hashes(keys)
         if bad:
-            self.client.reasons["bad_key"] += len(bad)
+            self.client.miss({"bad_key": len(bad)})
             hashes = hashes[: bad[0] * 32]
         return self.client.exists(pool.digest, hashes)
 
@@ -160,21 +161,22 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         hashes, bad = pack_hashes(keys)
         pages = page_numbers(host_indices, geometry.page_tokens, geometry.page_count, len(keys))
         if pages is None:
-            self.client.reasons["bad_indices"] += len(keys)
-            log.error(
-                "%s of %d pages refused: %d host indices are not %d whole aligned pages of %d tokens in a pool of %d pages",
-                op, len(keys), len(host_indices), len(keys), geometry.page_tokens, geometry.page_count,
-            )  # fmt: skip
+            self.client.miss({"bad_indices": len(keys)})
+            text = (
+                f"{op} of {len(keys)} pages refused: {len(host_indices)} host indices are not as many whole aligned pages "
+                f"of {geometry.page_tokens} tokens in a pool of {geometry.page_count} pages"
+            )
+            self.client.quiet(logging.ERROR, "bad_indices", text)
             return [False] * len(keys)
         addresses: array[int] | None = None
         if not geometry.affine:
             addresses = run_addresses(pool.pool, host_indices, geometry.runs, len(keys))
             if addresses is None:
-                self.client.reasons["bad_geometry"] += len(keys)
+                self.client.miss({"bad_geometry": len(keys)})
                 return [False] * len(keys)
         good = range(len(keys))
         if bad:
-            self.client.reasons["bad_key"] += len(bad)
+            self.client.miss({"bad_key": len(bad)})
             good = [i for i in range(len(keys)) if i not in set(bad)]  # type: ignore[assignment]
             each = split_hashes(hashes)
             hashes = b"".join(each[i] for i in good)
@@ -241,7 +243,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         if pool is None or self._refused or not keys:
             return verdict
         hashes, bad = pack_hashes(keys)
-        self.client.reasons["bad_key"] += len(bad)
+        self.client.miss({"bad_key": len(bad)})
         each = split_hashes(hashes)
         by_size: dict[int, list[int]] = {}
         for i, tensor in enumerate(tensors):
@@ -289,8 +291,9 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         try:
             return work()
         except Exception:
-            self.client.reasons["internal"] += 1
-            log.exception("%s failed inside hicache-mooncake: answered as a miss. Please report this", what)
+            self.client.miss({"internal": 1})
+            text = f"{what} failed inside hicache-mooncake: answered as a miss. Please report this"
+            self.client.quiet(logging.ERROR, f"internal {what}", text, exc_info=True)
             return otherwise
 
 
@@ -302,7 +305,7 @@ class StorageFigures:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._lock = threading.Lock()
-        self._samples: dict[str, list[tuple[int, float]]] = {"load": [], "store": []}
+        self._samples: dict[str, list[tuple[int, float | None]]] = {"load": [], "store": []}
 
     def add(self, op: str, outcome: Outcome, body_bytes: int, seconds: float) -> None:
         pages = outcome.ok.count(1)
@@ -312,7 +315,7 @@ class StorageFigures:
         with self._lock:
             samples = self._samples[op]
             if len(samples) < self._MAX_SAMPLES:
-                samples.append((pages, moved / max(seconds, 1e-9) / 1e9))
+                samples.append((pages, moved / max(seconds, 1e-9) / 1e9 if moved else None))
 
     def drain(self) -> Any:
         if not self._enabled:
@@ -327,6 +330,7 @@ class StorageFigures:
         return StorageMetrics(
             prefetch_pgs=[pages for pages, _ in loads],
             backup_pgs=[pages for pages, _ in stores],
-            prefetch_bandwidth=[rate for _, rate in loads],
-            backup_bandwidth=[rate for _, rate in stores],
+            # Pages that were there already moved no bytes: a bandwidth of 0 would be no measurement.
+            prefetch_bandwidth=[rate for _, rate in loads if rate is not None],
+            backup_bandwidth=[rate for _, rate in stores if rate is not None],
         )

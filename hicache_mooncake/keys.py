@@ -32,7 +32,7 @@ class Namespace:
     model: str
     """Served model name, as SGLang reports it."""
     model_id: str = ""
-    """The operator's own name for the weights (revision, checkpoint), when the served name does not tell them apart."""
+    """Which weights: the operator's own name for them, else the fingerprint of the checkpoint (client/weights.py)."""
     weight_version: str = ""
     tag: str = ""
     tenant: str = ""

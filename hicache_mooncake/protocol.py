@@ -116,13 +116,14 @@ class Peer(Message):
 
 
 class Release(Message):
-    """One-way. Ends a pin, and tells what was wrong: `bad` are hashes whose bytes failed their checksum in this node's
-    segment, `peer_down` are node names that could not be reached."""
+    """One-way. Ends a pin, and tells what came of it: `loaded` pages arrived whole; `bad` are hashes whose bytes failed their
+    checksum in this node's segment; `peer_down` are nodes that could not be reached or broke off, once a failure."""
 
     pin: int
     namespace: bytes = b""
     bad: bytes = b""
     peer_down: list[str] = []
+    loaded: int = 0
 
 
 class Reserve(Message):
@@ -169,6 +170,12 @@ class Cleared(Message):
     objects: int
 
 
+class Missed(Message):
+    """One-way, rank -> node: misses since the last such message, by reason, for the node's metrics."""
+
+    reasons: dict[str, int]
+
+
 class AdminStatus(Message):
     pass
 
@@ -178,13 +185,6 @@ class AdminReport(Message):
 
     node: dict[str, int | float | str | bool]
     cluster: list[NodeInfo]
-
-
-class Pin(Message):
-    """For tests and tools: hold or release every object of a namespace, so that eviction pressure can be provoked."""
-
-    namespace: bytes
-    seconds: float
 
 
 # --------------------------------------------------------------------------- rank <-> mover
@@ -214,6 +214,8 @@ class Attach(Message):
     engine_pid: int
     client: str
     regions: list[Region]
+    own_user: bool = False
+    """The socket must be served by this user or root."""
     canary_address: int = 0
     canary: bytes = b""
     """process_vm only: bytes at an address in the engine that the mover must be able to read and write back."""
@@ -236,6 +238,7 @@ class Transfer(Message):
     pages: bytes
     budget_s: float
     addresses: bytes = b""
+    id: int = 0
 
 
 class Transferred(Message):
@@ -247,6 +250,8 @@ class Transferred(Message):
     remote_bytes: int = 0
     had: int = 0
     """Pages of a store that the node already held."""
+    id: int = 0
+    """Of the Transfer that this answers."""
 
 
 # --------------------------------------------------------------------------- node <-> node
@@ -391,7 +396,7 @@ class ClusterReport(Message):
     keys: int
 
 
-FromClient = Hello | Exists | Locate | Release | Reserve | Commit | Clear | AdminStatus | Pin
+FromClient = Hello | Exists | Locate | Release | Reserve | Commit | Clear | Missed | AdminStatus
 FromNode = Welcome | Refused | Found | Located | Reserved | Committed | Cleared | AdminReport
 ToMover = Attach | Transfer
 FromMover = Attached | Transferred | Refused

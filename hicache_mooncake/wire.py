@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import select
 import socket
 import struct
 import time
@@ -22,6 +23,7 @@ from hicache_mooncake.protocol import MAX_FRAME_BYTES, Message, ProtocolError, e
 
 _HEADER = struct.Struct("<I")
 _TIMEVAL = struct.Struct("@ll")
+_UCRED = struct.Struct("@iII")
 _send_now = ctypes.PyDLL(None, use_errno=True).send
 _send_now.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
 _send_now.restype = ctypes.c_ssize_t
@@ -43,7 +45,7 @@ class Wire:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self._sock = sock
-        self._bounded: set[int] = set()
+        self._bounded = False
         self._buffer = bytearray()
         self._fds: list[int] = []
 
@@ -58,10 +60,14 @@ class Wire:
         data = _HEADER.pack(len(body)) + body
         descriptors = list(fds)
         try:
-            sent = socket.send_fds(self._sock, [data], descriptors) if descriptors else self._send_at_once(data)
-            if sent < len(data):
-                self._bound(socket.SO_SNDTIMEO, deadline)
-                self._sock.sendall(memoryview(data)[sent:])
+            sent = 0
+            if descriptors:
+                self._wait_writable(deadline)
+                sent = socket.send_fds(self._sock, [data], descriptors, socket.MSG_DONTWAIT)
+            while (sent := sent + self._send_at_once(data[sent:] if sent else data)) < len(data):
+                self._wait_writable(deadline)
+        except WireTimeout:
+            raise
         except BlockingIOError as error:
             raise WireTimeout("peer does not read") from error
         except OSError as error:
@@ -83,7 +89,7 @@ class Wire:
                         return decoder.decode(body)
                     except msgspec.MsgspecError as error:
                         raise ProtocolError(f"message not understood: {error}") from error
-            self._bound(socket.SO_RCVTIMEO, deadline)
+            self._bound_receive(deadline)
             try:
                 data, fds, _flags, _address = socket.recv_fds(self._sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError as error:
@@ -121,21 +127,35 @@ class Wire:
             return 0
         raise OSError(error, os.strerror(error))
 
-    def _bound(self, option: int, deadline: float | None) -> None:
+    def _wait_writable(self, deadline: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        left = None if deadline is None else _left(deadline) * 1000
+        if not poll.poll(left):
+            raise WireTimeout("peer does not read")
+
+    def _bound_receive(self, deadline: float | None) -> None:
         """Bound the next wait by the kernel: Python's own timeouts are one more system call, and one more such turn."""
-        left = 0.0
-        if deadline is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise WireTimeout("deadline passed")
-            left = max(left, 0.001)
-        if deadline is not None or option in self._bounded:
-            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(left), int(left % 1 * 1_000_000)))
-            self._bounded.add(option)
+        if deadline is None and not self._bounded:
+            return
+        left = 0.0 if deadline is None else _left(deadline)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1_000_000)))
+        self._bounded = deadline is not None
 
 
-def connect(path: str, timeout_s: float) -> Wire:
-    """Connect to a node's UNIX socket. Raises WireClosed (with the reason) or WireTimeout."""
+def _left(deadline: float) -> float:
+    """Seconds left, at least a millisecond. Raises WireTimeout when there are none."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise WireTimeout("deadline passed")
+    return max(left, 0.001)
+
+
+def connect(path: str, timeout_s: float, *, own_user: bool = False) -> Wire:
+    """Connect to a node's UNIX socket. Raises WireClosed (with the reason) or WireTimeout.
+
+    With `own_user` whoever serves it must run as this user or as root: for places where anybody could have put a socket.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
     try:
@@ -146,4 +166,9 @@ def connect(path: str, timeout_s: float) -> Wire:
     except OSError as error:
         sock.close()
         raise WireClosed(f"no store node on {path}: {error.strerror or error}") from error
+    if own_user:
+        uid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1]
+        if uid not in (os.getuid(), 0):
+            sock.close()
+            raise WireClosed(f"{path} is served by user {uid}, not by this one: set `socket` to a place of your own")
     return Wire(sock)

@@ -46,6 +46,10 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
         wait_until(lambda: node_pid(socket_path) is None, 10)
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 RANK = """
 import sys, time
 from hicache_mooncake.config import load_settings
@@ -76,6 +80,9 @@ def test_eight_ranks_starting_at_once_make_one_node_that_outlives_them(settings:
     pids = {answer[1] for answer in answers}
     assert len(pids) == 1
     assert str(node_pid(settings.socket)) in pids, "it is still there for the next engine"
+    pid = node_pid(settings.socket)
+    assert pid is not None
+    assert parent_of(pid) not in {os.getpid(), *(rank.pid for rank in ranks)}, "SGLang ends every process below its own"
     late = FakeRank(settings)
     assert late.exists(NS, [page_hash(("3", i)) for i in range(4)]) == 4
     late.close()

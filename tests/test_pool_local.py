@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +23,11 @@ import pytest
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.client import PoolClient
 from hicache_mooncake.client.mover_process import MoverUnavailable
+from hicache_mooncake.config import load_settings
+from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
 from hicache_mooncake.transfer.mapping import Mapping
-from hicache_mooncake.wire import Wire, WireClosed, connect
+from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
 from tests.conftest import NodeProcess, environment, wait_until
 
 NS = b"n" * 16
@@ -208,10 +213,15 @@ def test_addresses_outside_the_shared_memory_are_refused(
     if copy_mode == "segment":
         pytest.skip("the copy is made in the engine, by SGLang's own addresses")
     rank = make_rank(start_node(), memfd=copy_mode == "memfd", copy_mode=copy_mode)
-    outcome = rank.transfer("store", NS, hashes("a", "b"), pages=[0, 10_000])
-    assert outcome.ok == b"\x01\x00"
-    assert outcome.reasons == {"engine_memory": 1}
-    assert rank.exists(NS, hashes("b")) == 0
+    for op in ("store", "load"):
+        for place in (10_000, -1_000, rank.pages - 1):  # beyond, before, and over the end of the second half
+            runs = [rank.runs[0], p.Run(rank.runs[1].address + 8, rank.half, rank.half)]
+            blob = b"".join(hashes("a", (op, place)))
+            outcome = rank.client.transfer(op, NS, blob, runs, array("q", [0, place]), None)
+            assert outcome.ok == (b"\x01\x00"), (op, place)
+            if op == "store":
+                assert outcome.reasons == {"engine_memory": 1}
+                assert rank.exists(NS, hashes((op, place))) == 0
 
 
 # --------------------------------------------------------------------------- deadlines and fences
@@ -243,9 +253,8 @@ def test_a_frozen_mover_is_fenced_and_nothing_lands_after_the_call(
     assert stopped.wait(5)
     assert outcome.ok == bytes(16)
     assert outcome.reasons == {"fenced": 16}
-    assert took < 3.0
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert took < 1.5, "the call ends within its deadline of 1 s, with some allowance for a busy machine"
+    assert exiting(pid), "it may still be unmapping, but it writes no more"
     before = bytes(rank.memory.view[::4096])
     time.sleep(0.3)
     assert bytes(rank.memory.view[::4096]) == before
@@ -256,18 +265,31 @@ def test_a_frozen_store_leaves_nothing_visible_and_no_memory_behind(
     start_node: StartNode, make_rank: Callable[..., FakeRank]
 ) -> None:
     """P12: what the caller was told has failed is not found later, half written or whole."""
-    rank = make_rank(start_node(), deadline_s=0.5)
+    rank = make_rank(start_node(dram="600MiB"), page_bytes=16 << 20, pages=16, deadline_s=1.0)
+    pages = hashes(*range(16))
     rank.store(NS, hashes("warm"))
     pid = rank.client.mover_pids()["store"]
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    outcome = rank.store(NS, hashes("a", "b"))
-    assert outcome.ok == b"\x00\x00"
-    assert rank.exists(NS, hashes("a")) == 0
-    report = rank.client.status()
-    assert report is not None
-    assert report.node["used_bytes"] == rank.page_bytes
-    wait_until(lambda: rank.store(NS, hashes("a", "b")).ok == b"\x01\x01", 10)
+
+    def used() -> int:
+        report = rank.client.status()
+        return int(report.node["used_bytes"]) if report is not None else 0
+
+    reserved = threading.Event()
+
+    def stop_after_reserve() -> None:
+        while used() <= rank.page_bytes:
+            pass
+        os.kill(pid, signal.SIGSTOP)
+        reserved.set()
+
+    threading.Thread(target=stop_after_reserve, daemon=True).start()
+    outcome = rank.transfer("store", NS, pages)
+    assert reserved.wait(5)
+    assert outcome.ok == bytes(16)
+    assert rank.exists(NS, pages) == 0
+    wait_until(lambda: used() == rank.page_bytes, 5, "the reservation is given back")
+    wait_until(lambda: rank.store(NS, pages).ok == b"\x01" * 16, 10)
 
 
 def test_a_frozen_node_costs_one_deadline_and_comes_back_intact(
@@ -278,10 +300,14 @@ def test_a_frozen_node_costs_one_deadline_and_comes_back_intact(
     pages = hashes(*range(4))
     rank.store(NS, pages)
     node.signal(signal.SIGSTOP)
-    for call in (lambda: rank.exists(NS, pages), lambda: rank.load(NS, pages), lambda: rank.store(NS, hashes("x"))):
+    calls = (lambda: rank.exists(NS, pages), lambda: rank.load(NS, pages), lambda: rank.store(NS, hashes("x")))
+    for call in calls:
         started = time.monotonic()
         call()
-        assert time.monotonic() - started < 2.5
+        assert time.monotonic() - started < 1.0
+        started = time.monotonic()
+        call()
+        assert time.monotonic() - started < 0.2, "asked again at once, a frozen node costs nothing"
     node.signal(signal.SIGCONT)
     wait_until(lambda: rank.exists(NS, pages) == 4, 10)
     wait_until(lambda: rank.load(NS, pages).ok == b"\x01" * 4, 10)
@@ -409,9 +435,8 @@ def test_descriptors_and_memory_stay_flat(start_node: StartNode, make_rank: Call
     node = start_node(dram="4MiB")
     rank = make_rank(node, page_bytes=16 << 10)
     assert node.process is not None
-    store_mover = rank.client.mover_pids()["store"]
-    assert store_mover is not None
-    pids = [os.getpid(), node.process.pid, store_mover]
+    movers = [pid for pid in rank.client.mover_pids().values() if pid is not None]
+    pids = [os.getpid(), node.process.pid, *movers]
 
     def descriptors() -> list[int]:
         return [len(os.listdir(f"/proc/{pid}/fd")) for pid in pids]
@@ -427,9 +452,23 @@ def test_descriptors_and_memory_stay_flat(start_node: StartNode, make_rank: Call
             rank.transfer("load", NS, pages[:2])
             rank.exists(NS, pages)
 
+    def fence() -> None:
+        """A mover that is killed and started again, and connections that come and go."""
+        for role in ("load", "store"):
+            pid = rank.client.mover_pids()[role]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda role=role: rank.transfer(role, NS, hashes("fence")).ok == b"\x01", 10)  # type: ignore[misc]
+        pids[2:] = [pid for pid in rank.client.mover_pids().values() if pid is not None]
+
+    rank.store(NS, hashes("fence"))
+    fence()
     rounds(200, "warm")
     before_fds, before_rss = descriptors(), resident()
-    rounds(1500, "run")
+    rounds(750, "run")
+    rank.store(NS, hashes("fence"))
+    fence()
+    rounds(750, "run again")
     assert descriptors() == before_fds
     grown = [after - before for before, after in zip(before_rss, resident(), strict=True)]
     assert all(kib < 4096 for kib in grown), f"grown by {grown} KiB"
@@ -564,7 +603,7 @@ def test_one_lookup_is_one_message(
     monkeypatch.setattr(Wire, "send", counting)
     rank.exists(NS, hashes(*range(1000)))
     rank.client.transfer("load", NS, b"".join(hashes(*range(16))), rank.runs, array("q", range(16)), None)
-    assert [type(message) for message in sent] == [p.Exists, p.Transfer]
+    assert [type(message) for message in sent if not isinstance(message, p.Missed)] == [p.Exists, p.Transfer]
 
 
 def test_a_busy_python_thread_does_not_stop_the_copies(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
@@ -595,8 +634,7 @@ def test_nothing_moves_after_close(start_node: StartNode) -> None:
     rank.client.close()
     for pid in pids.values():
         assert pid is not None
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+        assert exiting(pid)
     assert rank.transfer("load", NS, hashes("a")).ok == b"\x00"
     rank.close()
 
@@ -652,4 +690,232 @@ def test_client_without_movers_still_answers(start_node: StartNode) -> None:
     outcome = client.transfer("load", NS, page_hash("a"), [p.Run(0, 0, 4096)], array("q", [0]), None)
     assert outcome.ok == b"\x00"
     assert outcome.reasons == {"not_attached": 1}
+    client.close()
+
+
+# --------------------------------------------------------------------------- what a review found
+
+
+def exiting(pid: int) -> bool:
+    """Is every task of this process gone, or on its way out in the kernel?"""
+    from hicache_mooncake.client.mover_process import _all_exiting
+
+    return _all_exiting(pid)
+
+
+def test_an_interrupted_call_leaves_no_answer_for_the_next_one(
+    start_node: StartNode, make_rank: Callable[..., FakeRank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception between request and answer (Ctrl-C, no memory): the next batch must not get the last one's verdicts."""
+    rank = make_rank(start_node())
+    stored, unknown = hashes(*range(8)), hashes(*range(100, 108))
+    rank.store(NS, stored)
+    receive = Wire.receive
+
+    def interrupted(self: Wire, *args: object, **kwargs: object) -> None:
+        monkeypatch.setattr(Wire, "receive", receive)
+        raise KeyboardInterrupt
+
+    for call in (lambda: rank.transfer("load", NS, stored), lambda: rank.exists(NS, stored)):
+        monkeypatch.setattr(Wire, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert rank.exists(NS, unknown) == 0
+        assert rank.transfer("load", NS, unknown).ok == bytes(8)
+    wait_until(lambda: rank.load(NS, stored).ok == b"\x01" * 8, 10)
+    wait_until(lambda: rank.exists(NS, stored) == 8, 10)
+
+
+def test_a_pool_that_is_registered_anew_replaces_its_former_self(start_node: StartNode) -> None:
+    """The kernel may give a new pool the old one's address: pages must land in the new one."""
+    rank = FakeRank(start_node().settings())
+    pages = hashes(*range(4))
+    rank.store(NS, pages)
+    old = rank.memory
+    fd = os.memfd_create("second")
+    os.ftruncate(fd, old.length)
+    second = Mapping(fd, old.length, writable=True)
+    geometry = dataclasses.replace(rank.geometry, fds=(fd,))  # at the same addresses, another memory
+    for _ in range(70):
+        rank.client._pools["kv"] = geometry
+    rank.client.share(geometry)
+    old.view[:] = b"\xaa" * old.length
+    assert rank.transfer("load", NS, pages).ok == b"\x01" * 4
+    assert bytes(old.view) == b"\xaa" * old.length
+    rank.memory = second
+    assert all(rank.read(i) == pattern(page, rank.page_bytes) for i, page in enumerate(pages))
+    rank.memory = old
+    second.close()
+    os.close(fd)
+    rank.close()
+
+
+def test_a_call_that_waited_while_the_client_closed_touches_nothing(start_node: StartNode) -> None:
+    rank = FakeRank(start_node().settings(copy_mode="segment"))
+    rank.store(NS, hashes("a"))
+    rank.scramble()
+    outcomes: list[bytes] = []
+    with rank.client._bounce_locks["load"]:
+        waiting = threading.Thread(target=lambda: outcomes.append(rank.transfer("load", NS, hashes("a")).ok))
+        waiting.start()
+        time.sleep(0.1)
+        closing = threading.Thread(target=rank.client.close)
+        closing.start()
+        wait_until(lambda: not rank.client.enabled, 5)
+    waiting.join(10)
+    closing.join(10)
+    assert outcomes == [b"\x00"]
+    assert bytes(rank.memory.view) == b"\xaa" * rank.memory.length
+    assert all(pid is None for pid in rank.client.mover_pids().values())
+    rank.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a second user")
+def test_a_node_of_another_user_is_not_trusted_on_the_default_path(tmp_path: Path) -> None:
+    """Anybody can make /tmp/hicache-mooncake-UID first."""
+    os.chmod(tmp_path, 0o777)
+    for parent in list(tmp_path.parents)[:3]:
+        os.chmod(parent, os.stat(parent).st_mode | 0o011)
+    path = str(tmp_path / "node.sock")
+    stranger = os.fork()
+    if stranger == 0:
+        try:
+            os.setuid(65534)
+            listener = socket.socket(socket.AF_UNIX)
+            listener.bind(path)
+            os.chmod(path, 0o777)
+            listener.listen()
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    try:
+        wait_until(lambda: os.path.exists(path) and os.stat(path).st_mode & 0o002, 5)
+        connect(path, 2.0).close()
+        with pytest.raises(WireClosed, match="served by user 65534"):
+            connect(path, 2.0, own_user=True)
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+        os.waitpid(stranger, 0)
+
+
+def test_a_peer_that_reads_slowly_cannot_hold_a_send_beyond_its_deadline() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    stop = threading.Event()
+
+    def drain() -> None:
+        while not stop.wait(0.05):
+            theirs.recv(4096)
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    wire = Wire(ours)
+    started = time.monotonic()
+    with pytest.raises(WireTimeout):
+        wire.send(p.Exists(NS, bytes(32 * 100_000)), deadline=time.monotonic() + 0.5)
+    assert time.monotonic() - started < 2.0
+    stop.set()
+    thread.join()
+    wire.close()
+    theirs.close()
+
+
+def test_a_lookup_of_more_keys_than_a_message_takes(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
+    """SGLang asks for a whole prompt at once: with page_size 1 that can be hundreds of thousands of keys."""
+    rank = make_rank(start_node())
+    stored = hashes(*range(4))
+    rank.store(NS, stored)
+    many = stored + [os.urandom(32) for _ in range(140_000)]
+    assert rank.exists(NS, many) == 4
+    assert rank.exists(NS, many[4:]) == 0
+    assert rank.exists(NS, stored) == 4
+    assert not rank.client.reasons
+
+
+def test_idle_movers_let_go_of_a_dead_nodes_memory(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
+    node = start_node()
+    rank = make_rank(node)
+    rank.store(NS, hashes("a"))
+    rank.load(NS, hashes("a"))
+    pids = list(rank.client.mover_pids().values())
+
+    def maps_a_segment(pid: int | None) -> bool:
+        return "/memfd:hicache-mooncake " in Path(f"/proc/{pid}/maps").read_text()
+
+    assert all(maps_a_segment(pid) for pid in pids)
+    node.kill()
+    wait_until(lambda: not any(maps_a_segment(pid) for pid in pids), 10, "the segment is unmapped without another batch")
+    assert list(rank.client.mover_pids().values()) == pids
+
+
+def test_movers_end_with_their_engine_though_a_forked_child_lives_on(start_node: StartNode) -> None:
+    node = start_node()
+    program = (
+        "import os, time\n"
+        "from hicache_mooncake.config import load_settings\n"
+        "from hicache_mooncake.testing.local import FakeRank\n"
+        f"rank = FakeRank(load_settings({{}}, {{}}, {{'socket': {node.socket!r}, 'node': 'external'}})[0])\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    time.sleep(60)\n"
+        "print(child, *rank.client.mover_pids().values(), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    engine = subprocess.Popen([sys.executable, "-c", program], env=environment(), stdout=subprocess.PIPE)
+    assert engine.stdout is not None
+    child, *movers = (int(word) for word in engine.stdout.readline().split())
+    try:
+        engine.kill()
+        engine.wait()
+        wait_until(lambda: all(exiting(pid) for pid in movers), 10, "movers end")
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_misses_reach_the_nodes_metrics(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
+    node = start_node(extra=("--metrics", "127.0.0.1:0"))
+    rank = make_rank(node)
+    report = rank.client.status()
+    assert report is not None
+    rank.store(NS, hashes("a"))
+    admin = Admin(node)
+    admin.damage(NS, hashes("a")[0], rank.page_bytes)
+    admin.close()
+    rank.load(NS, hashes("a", "b"))
+
+    def metrics() -> str:
+        rank.load(NS, hashes("c"))  # reports ride along with later misses
+        return str(urllib.request.urlopen(f"http://{report.node['metrics']}/metrics", timeout=5).read().decode())
+
+    wait_until(lambda: 'hicache_node_client_misses_total{reason="checksum"} 1.0' in metrics(), 10)
+    assert 'hicache_node_client_misses_total{reason="absent"}' in metrics()
+    assert "hicache_node_loaded_total 0.0" in metrics(), "what failed its checksum was not loaded"
+
+
+def test_a_peer_that_stays_away_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    quiet = QuietLog(logging.getLogger("noise"))
+    for i in range(1000):
+        quiet(logging.WARNING, "same", f"line {i}")
+        quiet(logging.WARNING, f"kind {i}", "many kinds")
+    assert len(caplog.records) < 300
+    assert caplog.records[0].getMessage() == "line 0"
+
+
+def test_an_embedded_node_that_cannot_start_is_tried_ever_more_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hicache_mooncake.client import queries
+
+    tries: list[float] = []
+
+    def failing(_settings: object, _timeout_s: float) -> bool:
+        tries.append(time.monotonic())
+        return False
+
+    monkeypatch.setattr(queries, "ensure_node", failing)
+    settings = load_settings({"socket": str(tmp_path / "n.sock"), "node": "embedded"}, {})[0]
+    client = PoolClient(settings, "test")
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        client._queries._retry.retry_now()
+        assert client.exists(NS, hashes("a")[0]) == 0
+        time.sleep(0.01)
+    assert 1 <= len(tries) <= 2
     client.close()

@@ -12,25 +12,26 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.client.embedded import ensure_node
+from hicache_mooncake.backoff import Backoff
+from hicache_mooncake.client.embedded import ensure_node, own_user_only
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.client.mover_process import MoverProcess, MoverUnavailable
+from hicache_mooncake.client.queries import EMBEDDED_START_S, NodeQueries
 from hicache_mooncake.config import Settings
-from hicache_mooncake.transfer.mapping import Mapping, create_memfd
-from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
+from hicache_mooncake.quiet import QuietLog
+from hicache_mooncake.transfer.mapping import Mapping as SharedMapping
+from hicache_mooncake.transfer.mapping import create_memfd
+from hicache_mooncake.transfer.memory import allow_movers, copy_here
 
 log = logging.getLogger(__name__)
 
-_from_node = p.decoder(p.FromNode)
-
-_RETRY_FIRST_S, _RETRY_MAX_S = 0.1, 2.0
+_MAX_LOOKUP_KEYS = 65_536
+_REPORT_MISSES_EVERY_S = 1.0
 _BOUNCE_BYTES = 64 << 20
-_EMBEDDED_START_S = 10.0
-_LOG_EVERY_S = 30.0
 
 
 @dataclass
@@ -44,119 +45,6 @@ class Outcome:
     had: int = 0
 
 
-class NodeQueries:
-    """This rank's own connection to the node, for questions that move no pages. Thread-safe; reconnects by itself."""
-
-    def __init__(self, settings: Settings, client: str, *, embedded: bool) -> None:
-        self._settings = settings
-        self._client = client
-        self._embedded = embedded
-        self._lock = threading.Lock()
-        self._wire: Wire | None = None
-        self._retry_at = 0.0
-        self._retry_pause = _RETRY_FIRST_S
-        self._starting = False
-        self.node = ""
-        self.problem = ""
-
-    def ask(self, message: p.Message, timeout_s: float) -> tuple[p.Message | None, str]:
-        """(answer, "") or (None, reason). Never raises, never takes longer than `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=timeout_s):
-            return None, "busy"
-        try:
-            for attempt in (0, 1):
-                fresh = self._wire is None
-                wire, reason = self._connected(deadline)
-                if wire is None:
-                    return None, reason
-                try:
-                    wire.send(message, deadline=deadline)
-                    answer = wire.receive(_from_node, deadline)
-                except WireTimeout:
-                    self._drop("no answer before the deadline")
-                    return None, "node_timeout"
-                except (WireClosed, p.ProtocolError) as error:
-                    self._drop(str(error))
-                    if fresh or attempt:
-                        return None, "node_down"
-                    self._retry_at = 0.0  # a connection that was good: the node may have restarted, try once at once
-                    continue
-                if isinstance(answer, p.Refused):
-                    self.problem = answer.reason
-                    return None, "node_refused"
-                assert isinstance(answer, p.Message)
-                return answer, ""
-            raise AssertionError("unreachable")
-        finally:
-            self._lock.release()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._wire is not None:
-                self._wire.close()
-                self._wire = None
-            self._embedded = False
-
-    def _connected(self, deadline: float) -> tuple[Wire | None, str]:
-        if self._wire is not None:
-            return self._wire, ""
-        now = time.monotonic()
-        if now < self._retry_at:
-            return None, "node_down"
-        try:
-            wire = connect(self._settings.socket, max(0.001, deadline - now))
-        except (WireClosed, WireTimeout) as error:
-            self._drop(str(error))
-            self._start_embedded()
-            return None, "node_down"
-        try:
-            wire.send(p.Hello(p.PROTOCOL_MIN, p.PROTOCOL_MAX, "query", self._client), deadline=deadline)
-            welcome = wire.receive(_from_node, deadline)
-        except (WireClosed, WireTimeout, p.ProtocolError) as error:
-            wire.close()
-            self._drop(str(error))
-            return None, "node_timeout" if isinstance(error, WireTimeout) else "node_down"
-        if not isinstance(welcome, p.Welcome):
-            wire.close()
-            self._drop(welcome.reason if isinstance(welcome, p.Refused) else "unexpected answer")
-            return None, "node_refused"
-        if self.problem:
-            log.warning("store node %s is back on %s", welcome.node, self._settings.socket)
-        self._wire, self.node, self.problem = wire, welcome.node, ""
-        self._retry_pause = _RETRY_FIRST_S
-        return wire, ""
-
-    def _drop(self, problem: str) -> None:
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
-        if not self.problem:
-            log.warning(
-                "store node on %s does not serve (%s): everything is a miss until it is back. Check `hicache-mooncake status`",
-                self._settings.socket,
-                problem,
-            )
-        self.problem = problem
-        self._retry_at = time.monotonic() + self._retry_pause
-        self._retry_pause = min(self._retry_pause * 2, _RETRY_MAX_S)
-
-    def _start_embedded(self) -> None:
-        """A killed embedded node is started again, beside the calls and not inside one."""
-        if not self._embedded or self._starting:
-            return
-        self._starting = True
-
-        def work() -> None:
-            try:
-                if ensure_node(self._settings, _EMBEDDED_START_S):
-                    self._retry_at = 0.0
-            finally:
-                self._starting = False
-
-        threading.Thread(target=work, name="embedded-node", daemon=True).start()
-
-
 class Bounce:
     """The third way to reach memory: a memfd shared with the mover, and a copy between it and the real place in this process.
 
@@ -165,7 +53,7 @@ class Bounce:
 
     def __init__(self, role: str) -> None:
         self.fd = create_memfd(f"hicache-mooncake-{role}", _BOUNCE_BYTES)
-        self.mapping = Mapping(self.fd, _BOUNCE_BYTES, writable=True)
+        self.mapping = SharedMapping(self.fd, _BOUNCE_BYTES, writable=True)
         self.region = p.Region(self.mapping.address, _BOUNCE_BYTES, 0)
 
     def slots(self, body_bytes: int) -> tuple[int, p.Run]:
@@ -191,22 +79,25 @@ class PoolClient:
         self.mode = ""
         self.mode_reason = ""
         self.reasons: Counter[str] = Counter()
+        """Misses since start, by reason. Written under a lock, by `miss`."""
+        self.quiet = QuietLog(log)
         self._reasons_lock = threading.Lock()
-        self._logged_at: dict[str, float] = {}
+        self._unreported: Counter[str] = Counter()
+        self._report_at = 0.0
         self._queries = NodeQueries(settings, client, embedded=self.embedded)
         self._movers = {role: MoverProcess(role) for role in ("load", "store")}
         self._bounce_movers = {role: MoverProcess(role) for role in ("load", "store")}
         self._bounces: dict[str, Bounce] = {}
         self._bounce_locks = {role: threading.Lock() for role in ("load", "store")}
-        self._regions: list[p.Region] = []
-        self._fds: list[int] = []
+        self._bounce_retry = {role: Backoff(0.5, 30.0) for role in ("load", "store")}
+        self._pools: dict[str, PoolGeometry] = {}
         self._canary = ctypes.create_string_buffer(os.urandom(64), 64)
 
     # ------------------------------------------------------------------ set-up
 
     def start(self) -> None:
         """Make sure that a node is there, where it is ours to start. Never raises: without a node everything is a miss."""
-        if self.enabled and self.embedded and not ensure_node(self.settings, _EMBEDDED_START_S):
+        if self.enabled and self.embedded and not ensure_node(self.settings, EMBEDDED_START_S):
             log.error("no store node on %s: running without L3 until there is one", self.settings.socket)
 
     def share(self, geometry: PoolGeometry) -> str:
@@ -214,15 +105,16 @@ class PoolClient:
 
         Raises MoverUnavailable when the mode that the operator forces does not work here.
         """
-        base = len(self._fds)
-        for region in geometry.regions:
-            fd = region.fd + base if region.fd >= 0 else -1
-            moved = p.Region(region.address, region.length, fd, region.fd_offset)
-            if moved.address not in {known.address for known in self._regions}:
-                self._regions.append(moved)
-        self._fds.extend(geometry.fds)
+        self._pools[geometry.pool] = geometry  # a pool that is registered anew replaces its former self
+        known: list[p.Region] = []
+        known_fds: list[int] = []
+        for pool in self._pools.values():
+            for region in pool.regions:
+                fd = region.fd + len(known_fds) if region.fd >= 0 else -1
+                known.append(p.Region(region.address, region.length, fd, region.fd_offset))
+            known_fds.extend(pool.fds)
         wanted = self.settings.copy_mode
-        all_memfd = all(region.fd >= 0 for region in self._regions)
+        all_memfd = all(region.fd >= 0 for region in known)
         if wanted == "segment":
             self.mode, self.mode_reason = "segment", "copy_mode"
             return self.mode
@@ -233,16 +125,19 @@ class PoolClient:
                 'package\'s plugin, or "allocator": "shm" with the dynamic backend (sglang >= 0.5.18), or another copy_mode',
             )
         use_memfd = all_memfd and wanted in ("auto", "memfd")
-        regions = self._regions if use_memfd else [p.Region(r.address, r.length, -1) for r in self._regions]
+        regions = known if use_memfd else [p.Region(r.address, r.length, -1) for r in known]
+        if not use_memfd:
+            allow_movers()
         attach = p.Attach(
             socket_path=self.settings.socket,
             engine_pid=os.getpid(),
             client=self.client,
             regions=regions,
+            own_user=own_user_only(self.settings),
             canary_address=ctypes.addressof(self._canary),
             canary=self._canary.raw,
         )
-        fds = self._fds if use_memfd else []
+        fds = known_fds if use_memfd else []
         try:
             for mover in self._movers.values():
                 self.mode = mover.attach(attach, fds)
@@ -262,13 +157,22 @@ class PoolClient:
         """How many leading pages can be loaded, here or from another node."""
         if not self.enabled or not hashes:
             return 0
-        answer, reason = self._queries.ask(p.Exists(namespace, hashes), self.settings.deadline_s)
-        if isinstance(answer, p.Found):
+        deadline = time.monotonic() + self.settings.deadline_s
+        step = _MAX_LOOKUP_KEYS * p.HASH_BYTES
+        found = 0
+        for at in range(0, len(hashes), step):
+            part = hashes[at : at + step]
+            answer, reason = self._queries.ask(p.Exists(namespace, part), max(0.001, deadline - time.monotonic()))
+            count = len(part) // p.HASH_BYTES
+            if not isinstance(answer, p.Found):
+                self.miss({reason: count})
+                return found
             if answer.reason:
-                self._count({answer.reason: 1})
-            return min(answer.prefix, len(hashes) // p.HASH_BYTES)
-        self._count({reason: len(hashes) // p.HASH_BYTES})
-        return 0
+                self.miss({answer.reason: 1})
+            found += min(answer.prefix, count)
+            if answer.prefix < count:
+                break
+        return found
 
     def transfer(
         self,
@@ -307,6 +211,8 @@ class PoolClient:
         if not self._bounce_locks[op].acquire(timeout=self.settings.deadline_s / 2):
             return self._settle(Outcome(bytes(count), {"busy": count}))
         try:
+            if not self.enabled:  # closed while we waited: nothing may touch engine memory any more
+                return self._settle(Outcome(bytes(count), {"off": count}))
             return self._settle(self._bounce_rounds(op, namespace, hashes, lengths, addresses, deadline))
         finally:
             self._bounce_locks[op].release()
@@ -319,12 +225,16 @@ class PoolClient:
             bounce = self._bounce(op)
             at_once, slot = bounce.slots(sum(lengths))
         except (MoverUnavailable, OSError, ValueError) as error:
-            self._log_once("bounce", f"no copy buffer: {error}")
+            self.quiet(logging.WARNING, "bounce", f"no copy buffer: {error}")
             return Outcome(bytes(count), {error.reason if isinstance(error, MoverUnavailable) else "copy_buffer": count})
         ok = bytearray()
         total = Outcome(b"")
         reasons: Counter[str] = Counter()
         runs = len(lengths)
+
+        def place(page: int) -> tuple[int, Sequence[int]]:
+            return slot.address + page % at_once * slot.stride, addresses[page * runs : (page + 1) * runs]
+
         for first in range(0, count, at_once):
             batch = range(first, min(first + at_once, count))
             left = deadline - time.monotonic()
@@ -332,23 +242,25 @@ class PoolClient:
                 reasons["deadline"] += len(batch)
                 ok += bytes(len(batch))
                 continue
-            if op == "store":
-                for index, page in enumerate(batch):
-                    self._copy(
-                        slot.address + index * slot.stride, addresses[page * runs : (page + 1) * runs], lengths, out=True
-                    )
+
+            if op == "store" and not all(copy_here(*place(page), lengths, deadline, out=True) for page in batch):
+                reasons["deadline"] += len(batch)
+                ok += bytes(len(batch))
+                continue
             blob = hashes[first * p.HASH_BYTES : (first + len(batch)) * p.HASH_BYTES]
             numbers = array("q", range(len(batch))).tobytes()
 
             def job(budget_s: float, blob: bytes = blob, numbers: bytes = numbers) -> p.Transfer:
                 return p.Transfer(op, namespace, blob, [slot], numbers, budget_s)
 
-            part = self._run(self._bounce_movers[op], job, len(batch), left)
+            part = self._run(self._bounce_movers[op], job, len(batch), max(0.001, deadline - time.monotonic()))
             if op == "load":
+                arrived = bytearray(part.ok)
                 for index, page in enumerate(batch):
-                    if part.ok[index]:
-                        at = slot.address + index * slot.stride
-                        self._copy(at, addresses[page * runs : (page + 1) * runs], lengths, out=False)
+                    if arrived[index] and not copy_here(*place(page), lengths, deadline, out=False):
+                        arrived[index] = 0
+                        reasons["deadline"] += 1
+                part.ok = bytes(arrived)
             ok += part.ok
             reasons.update(part.reasons)
             total.local_bytes += part.local_bytes
@@ -357,19 +269,12 @@ class PoolClient:
         total.ok, total.reasons = bytes(ok), dict(reasons)
         return total
 
-    @staticmethod
-    def _copy(slot: int, addresses: Sequence[int], lengths: Sequence[int], *, out: bool) -> None:
-        at = slot
-        for address, length in zip(addresses, lengths, strict=True):
-            ctypes.memmove(at, address, length) if out else ctypes.memmove(address, at, length)
-            at += length
-
     def clear(self, namespace: bytes) -> int:
         """Forget this namespace, everywhere. Other namespaces are not touched. Returns how many objects went here."""
         answer, reason = self._queries.ask(p.Clear(namespace), self.settings.deadline_s)
         if isinstance(answer, p.Cleared):
             return answer.objects
-        self._count({reason: 1})
+        self.miss({reason: 1})
         return 0
 
     def status(self) -> p.AdminReport | None:
@@ -395,13 +300,18 @@ class PoolClient:
     # ------------------------------------------------------------------ inside
 
     def _bounce(self, role: str) -> Bounce:
+        """The copy buffer and its mover, made on first use (by the caller who holds the role's lock)."""
         bounce = self._bounces.get(role)
         if bounce is None:
+            if not self._bounce_retry[role].due():
+                raise MoverUnavailable("mover_down", "its mover did not start a moment ago")
             bounce = Bounce(role)
-            attach = p.Attach(self.settings.socket, os.getpid(), self.client, [bounce.region])
+            own_user = own_user_only(self.settings)
+            attach = p.Attach(self.settings.socket, os.getpid(), self.client, [bounce.region], own_user)
             try:
-                self._bounce_movers[role].attach(attach, [bounce.fd], timeout_s=max(self.settings.deadline_s, 1.0))
-            except MoverUnavailable:
+                self._bounce_movers[role].attach(attach, [bounce.fd], timeout_s=self.settings.deadline_s / 2)
+            except BaseException:
+                self._bounce_retry[role].failed()
                 bounce.close()
                 raise
             self._bounces[role] = bounce
@@ -411,7 +321,8 @@ class PoolClient:
         try:
             done = mover.run(job, timeout_s)  # type: ignore[arg-type]
         except MoverUnavailable as error:
-            self._log_once(error.reason, f"{mover.role} of {count} pages failed: {error}")
+            text = f"{mover.role} of {count} pages failed: {error} (counted as {error.reason})"
+            self.quiet(logging.WARNING, error.reason, text)
             return Outcome(bytes(count), {error.reason: count})
         if len(done.ok) != count:
             return Outcome(bytes(count), {"mover_answer": count})
@@ -422,17 +333,22 @@ class PoolClient:
         missing = outcome.ok.count(0) - sum(outcome.reasons.values())
         if missing > 0:
             outcome.reasons["other"] = outcome.reasons.get("other", 0) + missing
-        self._count(outcome.reasons)
+        self.miss(outcome.reasons)
         return outcome
 
-    def _count(self, reasons: dict[str, int]) -> None:
-        if reasons:
-            with self._reasons_lock:
-                self.reasons.update(reasons)
-
-    def _log_once(self, what: str, text: str) -> None:
-        """The first of a kind at once, then at most one every half minute: a failing part must not fill the disk."""
+    def miss(self, reasons: Mapping[str, int]) -> None:
+        """Count misses, and tell the node of them now and then: its metrics are where operators look."""
+        reasons = {reason: count for reason, count in reasons.items() if count}
+        if not reasons:
+            return
         now = time.monotonic()
-        if now - self._logged_at.get(what, -_LOG_EVERY_S) >= _LOG_EVERY_S:
-            self._logged_at[what] = now
-            log.warning("%s (counted as %s; not logged again for %.0f s)", text, what, _LOG_EVERY_S)
+        with self._reasons_lock:
+            self.reasons.update(reasons)
+            self._unreported.update(reasons)
+            if now < self._report_at:
+                return
+            self._report_at = now + _REPORT_MISSES_EVERY_S
+            report, self._unreported = self._unreported, Counter()
+        if not self._queries.tell(p.Missed(dict(report))):
+            with self._reasons_lock:
+                self._unreported.update(report)

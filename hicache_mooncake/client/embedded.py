@@ -6,7 +6,7 @@ node outlives them, so a restarted engine finds its cache warm, and ends by itse
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -16,17 +16,26 @@ import time
 from pathlib import Path
 
 from hicache_mooncake.config import Settings
+from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.wire import WireClosed, WireTimeout, connect
 
 log = logging.getLogger(__name__)
 
 IDLE_EXIT_S = 3600.0
 _POLL_S = 0.02
+_MAX_LOG_BYTES = 16 << 20
+
+quiet = QuietLog(log)
 
 
-def node_answers(socket_path: str, timeout_s: float = 0.5) -> bool:
+def own_user_only(settings: Settings) -> bool:
+    """On the default path, in a folder that any user could have made first, only a node of this user or root is trusted."""
+    return settings.sources.get("socket", "default") == "default"
+
+
+def node_answers(socket_path: str, timeout_s: float = 0.5, *, own_user: bool = False) -> bool:
     try:
-        connect(socket_path, timeout_s).close()
+        connect(socket_path, timeout_s, own_user=own_user).close()
     except (WireClosed, WireTimeout):
         return False
     return True
@@ -35,14 +44,21 @@ def node_answers(socket_path: str, timeout_s: float = 0.5) -> bool:
 def ensure_node(settings: Settings, timeout_s: float) -> bool:
     """True when a node serves `settings.socket`, started here if need be. Never raises; False means: not within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    if node_answers(settings.socket):
+
+    def answers() -> bool:
+        return node_answers(settings.socket, own_user=own_user_only(settings))
+
+    if answers():
         return True
     path = Path(settings.socket)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock_fd = os.open(f"{path}.start", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if path.parent.stat().st_uid not in (os.getuid(), 0):
+            raise PermissionError(errno.EPERM, f"the folder belongs to user {path.parent.stat().st_uid}")
+        lock_fd = _open(f"{path}.start", os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        log.error("cannot start the embedded node: %s: %s. Set `socket` to a path this user may write", path.parent, error)
+        text = f"cannot start the embedded node: {path.parent}: {error.strerror or error}. Set `socket` to a place of your own"
+        quiet(logging.ERROR, "place", text)
         return False
     try:
         while True:
@@ -50,22 +66,20 @@ def ensure_node(settings: Settings, timeout_s: float) -> bool:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                if node_answers(settings.socket):
+                if answers():
                     return True
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(_POLL_S)
-        if node_answers(settings.socket):
+        if answers():
             return True
-        process = _start(settings)
-        if process is None:
-            return False
-        while time.monotonic() < deadline:
-            if node_answers(settings.socket):
-                log.info("started the embedded store node: pid %d, socket %s", process.pid, settings.socket)
+        pid = _start(settings)
+        while pid is not None and time.monotonic() < deadline:
+            if answers():
+                log.info("started the embedded store node: pid %d, socket %s", pid, settings.socket)
                 return True
-            if process.poll() is not None:
-                log.error("the embedded node ended at once (status %d): see %s.log", process.returncode, settings.socket)
+            if not Path(f"/proc/{pid}").exists():
+                quiet(logging.ERROR, "ended", f"the embedded node ended at once: {settings.socket}.log says why")
                 return False
             time.sleep(_POLL_S)
         return False
@@ -73,32 +87,37 @@ def ensure_node(settings: Settings, timeout_s: float) -> bool:
         os.close(lock_fd)
 
 
-def _start(settings: Settings) -> subprocess.Popen[bytes] | None:
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _start(settings: Settings) -> int | None:
+    """Start the node as nobody's child: SGLang ends every process below its own when it stops, and this one stays."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     package_root = str(Path(__file__).resolve().parents[2])
     roots = [package_root, str(Path(package_root) / "master"), environment.get("PYTHONPATH")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
     command = [sys.executable, "-m", "hicache_mooncake.cli", "node", "--embedded", *settings.node_options()]
     command += ["--idle-exit-s", str(IDLE_EXIT_S)]
+    log_path = f"{settings.socket}.log"
     try:
-        with open(f"{settings.socket}.log", "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as output:
-            return subprocess.Popen(
-                command,
+        fresh = os.O_TRUNC if os.path.exists(log_path) and os.path.getsize(log_path) > _MAX_LOG_BYTES else os.O_APPEND
+        log_fd = _open(log_path, os.O_WRONLY | os.O_CREAT | fresh)
+        try:
+            parent = subprocess.run(
+                ["/bin/sh", "-c", '"$@" >&2 & echo $!', "sh", *command],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=subprocess.PIPE,
+                stderr=log_fd,
                 env=environment,
                 cwd="/",
-                start_new_session=True,  # it outlives the engine, and the engine's Ctrl-C
+                start_new_session=True,
+                check=True,
+                timeout=5,
             )
-    except OSError as error:
-        log.error("cannot start the embedded node: %s", error)
+        finally:
+            os.close(log_fd)
+        return int(parent.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        quiet(logging.ERROR, "start", f"cannot start the embedded node: {error}")
         return None
-
-
-def stop_node(pid: int) -> None:
-    """For tests and tools."""
-    import signal
-
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hicache_mooncake.client import weights
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.config import ConfigError, Settings
 from hicache_mooncake.keys import Namespace
@@ -26,7 +27,7 @@ def namespace_of(config: Any, pool: Any, geometry: PoolGeometry, settings: Setti
     replicated = bool(getattr(config, "is_mla_model", False))
     return Namespace(
         model=model,
-        model_id=settings.model_id,
+        model_id=settings.model_id or weights.of_engine(),
         weight_version=settings.weight_version,
         tag=settings.tag,
         tenant=settings.tenant,

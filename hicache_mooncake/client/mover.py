@@ -11,8 +11,9 @@ Started as `python -m hicache_mooncake.client.mover FD`; ends when the engine's 
 
 from __future__ import annotations
 
+import ctypes
 import os
-import random
+import select
 import signal
 import socket
 import sys
@@ -22,171 +23,28 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
+from hicache_mooncake.transfer.peers import Peers, peer_closed
 from hicache_mooncake.transfer.tcp import PeerConnection
-from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
+from hicache_mooncake.wire import Wire, WireClosed
 
-_from_node = p.decoder(p.FromNode)
 _to_mover = p.decoder(p.ToMover)
 
-_PEER_CONNECT_S = 0.5
-_BREAKER_FIRST_S, _BREAKER_MAX_S = 0.5, 8.0
+_MIN_FETCH_S = 0.005
+_BLAME_AFTER_S = 0.2
+"""A peer that was waited for this long and did not send is at fault; one that we had no time left for is not."""
 _NO_ROOM_RETRIES_S = (0.01, 0.03)
-_POPULATE_BYTES = 16 << 30
-"""How much of the node's segment each mover maps ahead; of a larger one the rest is mapped on first use."""
 
 
-class NodeUnavailable(Exception):
-    """The local node did not answer; `reason` is the miss reason to count."""
+class Fetching:
+    """Pages asked for from one peer, whose answer is still to be read."""
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-
-
-class NodeLink:
-    """This mover's connection to the local node, and its mapping of the node's segment. Reconnects by itself."""
-
-    def __init__(self, socket_path: str, role: str, client: str) -> None:
-        self._path = socket_path
-        self._role = role
-        self._client = client
-        self._wire: Wire | None = None
-        self.segment: Mapping | None = None
-        self.node = ""
-
-    def ask(self, message: p.Message, deadline: float) -> p.Message:
-        """One request, one answer. A connection that turns out dead is made anew once: the node may have restarted."""
-        for attempt in (0, 1):
-            fresh = self._wire is None
-            wire = self._connected(deadline)
-            try:
-                wire.send(message, deadline=deadline)
-                answer = wire.receive(_from_node, deadline)
-            except WireTimeout as error:
-                self.drop()
-                raise NodeUnavailable("node_timeout", str(error)) from error
-            except (WireClosed, p.ProtocolError) as error:
-                self.drop()
-                if fresh or attempt:
-                    raise NodeUnavailable("node_down", str(error)) from error
-                continue
-            if isinstance(answer, p.Refused):
-                raise NodeUnavailable("node_refused", answer.reason)
-            assert isinstance(answer, p.Message)
-            return answer
-        raise AssertionError("unreachable")
-
-    def ask_same(self, message: p.Message, deadline: float) -> p.Message:
-        """Like `ask`, but only on the connection that is open: for messages that refer to an earlier answer."""
-        if self._wire is None:
-            raise NodeUnavailable("node_down", "connection lost")
-        wire = self._wire
-        try:
-            wire.send(message, deadline=deadline)
-            answer = wire.receive(_from_node, deadline)
-        except (WireTimeout, WireClosed, p.ProtocolError) as error:
-            self.drop()
-            raise NodeUnavailable("node_timeout" if isinstance(error, WireTimeout) else "node_down", str(error)) from error
-        assert isinstance(answer, p.Message)
-        return answer
-
-    def tell(self, message: p.Message, deadline: float) -> None:
-        """One-way; a failure only costs the connection."""
-        if self._wire is None:
-            return
-        try:
-            self._wire.send(message, deadline=deadline)
-        except (WireClosed, WireTimeout):
-            self.drop()
-
-    def _connected(self, deadline: float) -> Wire:
-        if self._wire is not None:
-            return self._wire
-        try:
-            wire = connect(self._path, max(0.001, deadline - time.monotonic()))
-        except (WireClosed, WireTimeout) as error:
-            raise NodeUnavailable("node_down", str(error)) from error
-        try:
-            wire.send(p.Hello(p.PROTOCOL_MIN, p.PROTOCOL_MAX, self._role, self._client), deadline=deadline)
-            welcome = wire.receive(_from_node, deadline)
-            if isinstance(welcome, p.Refused):
-                raise NodeUnavailable("node_refused", welcome.reason)
-            fds = wire.take_fds()
-            if not isinstance(welcome, p.Welcome) or len(fds) != 1:
-                raise p.ProtocolError("the node's welcome has no segment")
-            try:
-                segment = Mapping(fds[0], welcome.segment_bytes, writable=self._role == "store")
-            finally:
-                for fd in fds:
-                    os.close(fd)
-        except NodeUnavailable:
-            wire.close()
-            raise
-        except WireTimeout as error:
-            wire.close()
-            raise NodeUnavailable("node_timeout", str(error)) from error
-        except (WireClosed, p.ProtocolError, OSError) as error:
-            wire.close()
-            raise NodeUnavailable("node_down", str(error)) from error
-        if self.segment is not None:
-            self.segment.close()
-        segment.populate_in_background(_POPULATE_BYTES)
-        self.segment = segment
-        self.node = welcome.node
-        self._wire = wire
-        return wire
-
-    def drop(self) -> None:
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
-
-
-class Peers:
-    """Connections to other nodes' data ports, one each, and a breaker each: a dead peer costs one connect, then nothing."""
-
-    def __init__(self) -> None:
-        self._open: dict[tuple[str, int], PeerConnection] = {}
-        self._closed_until: dict[tuple[str, int], tuple[float, float]] = {}
-
-    def get(self, peer: p.Peer, deadline: float) -> tuple[PeerConnection, bool] | None:
-        """(connection, is it reused), or None while its breaker is open or when it cannot be reached."""
-        key = (peer.host, peer.port)
-        connection = self._open.get(key)
-        if connection is not None:
-            return connection, True
-        now = time.monotonic()
-        until, pause = self._closed_until.get(key, (0.0, _BREAKER_FIRST_S / 2))
-        if now < until:
-            return None
-        try:
-            connection = PeerConnection(peer, min(deadline, now + _PEER_CONNECT_S))
-        except (OSError, TimeoutError):
-            self.failed(peer, pause)
-            return None
-        self._open[key] = connection
-        return connection, False
-
-    def failed(self, peer: p.Peer, last_pause: float | None = None) -> None:
-        key = (peer.host, peer.port)
-        connection = self._open.pop(key, None)
-        if connection is not None:
-            connection.close()
-        if last_pause is None:
-            last_pause = self._closed_until.get(key, (0.0, _BREAKER_FIRST_S / 2))[1]
-        pause = min(last_pause * 2, _BREAKER_MAX_S)
-        self._closed_until[key] = (time.monotonic() + pause * random.uniform(0.8, 1.2), pause)
-
-    def drop(self, peer: p.Peer) -> None:
-        """Close without blame: the connection was old, or we stopped in mid-body."""
-        connection = self._open.pop((peer.host, peer.port), None)
-        if connection is not None:
-            connection.close()
-
-    def works(self, peer: p.Peer) -> None:
-        self._closed_until.pop((peer.host, peer.port), None)
+    def __init__(self, peer: p.Peer, connection: PeerConnection, wanted: list[int]) -> None:
+        self.peer = peer
+        self.connection = connection
+        self.wanted = wanted
+        self.asked_at = time.monotonic()
 
 
 class Batch:
@@ -216,10 +74,29 @@ class Batch:
 class Mover:
     """Carries out batches. One thread, no locks."""
 
-    def __init__(self, memory: EngineMemory, link: NodeLink) -> None:
+    def __init__(self, memory: EngineMemory, link: NodeLink, engine_pid: int) -> None:
         self._memory = memory
         self._link = link
         self._peers = Peers()
+        # A child that the engine forks holds the engine's end of our socket open: its end alone does not tell that it is gone.
+        self._engine = os.pidfd_open(engine_pid)
+
+    def wait(self, wire: Wire) -> bool:
+        """Until there is a batch, or the engine is gone (False). Meanwhile a node that ends is let go of."""
+        while True:
+            poll = select.poll()
+            poll.register(wire.fileno(), select.POLLIN)
+            poll.register(self._engine, select.POLLIN)
+            node = self._link.idle_fileno()
+            if node is not None:
+                poll.register(node, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll()}
+            if self._engine in ready:
+                return False
+            if node in ready:
+                self._link.drop()
+            if wire.fileno() in ready:
+                return True
 
     def run(self, job: p.Transfer) -> p.Transferred:
         deadline = time.monotonic() + job.budget_s
@@ -229,12 +106,12 @@ class Mover:
         try:
             if job.op == "load":
                 local, remote = self._load(batch, ok, reasons, deadline)
-                return p.Transferred(bytes(ok), dict(reasons), local, remote)
+                return p.Transferred(bytes(ok), dict(reasons), local, remote, id=job.id)
             local, had = self._store(batch, ok, reasons, deadline)
-            return p.Transferred(bytes(ok), dict(reasons), local, 0, had)
+            return p.Transferred(bytes(ok), dict(reasons), local, 0, had, job.id)
         except NodeUnavailable as error:
             reasons[error.reason] += ok.count(0) - sum(reasons.values())
-            return p.Transferred(bytes(ok), dict(reasons))
+            return p.Transferred(bytes(ok), dict(reasons), id=job.id)
 
     # ------------------------------------------------------------------ load
 
@@ -255,13 +132,13 @@ class Mover:
                 reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
         peer_down: list[str] = []
         # The peers start sending while the local pages are copied.
-        requested = [
-            (located.peers[at], wanted, connection)
+        fetches = [
+            fetching
             for at, wanted in by_peer.items()
-            if (connection := self._request(located.peers[at], batch, wanted, deadline, reasons, peer_down)) is not None
+            if (fetching := self._request(located.peers[at], batch, wanted, deadline, reasons, peer_down)) is not None
         ]
         bad = bytearray()
-        local_bytes = 0
+        loaded = 0
         for i in local:
             if time.monotonic() > deadline:
                 reasons["deadline"] += 1
@@ -275,63 +152,94 @@ class Mover:
                 continue
             if arrived == located.checksum[i]:
                 ok[i] = 1
-                local_bytes += batch.body_bytes
+                loaded += 1
             else:
                 reasons["checksum"] += 1
                 bad += job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES]
-        self._link.tell(p.Release(located.pin, job.namespace, bytes(bad)), deadline + 0.1)
-        remote_bytes = 0
-        for peer, wanted, connection in requested:
-            remote_bytes += self._receive(peer, connection, batch, wanted, ok, reasons, deadline, peer_down)
+        self._link.tell(p.Release(located.pin, job.namespace, bytes(bad), loaded=loaded), deadline + 0.1)
+        remote_bytes = self._receive_all(fetches, batch, ok, reasons, deadline, peer_down)
         if peer_down:
             self._link.tell(p.Release(0, peer_down=peer_down), deadline + 0.1)
-        return local_bytes, remote_bytes
+        return loaded * batch.body_bytes, remote_bytes
 
     def _request(
         self, peer: p.Peer, batch: Batch, wanted: list[int], deadline: float, reasons: Counter[str], peer_down: list[str]
-    ) -> PeerConnection | None:
+    ) -> Fetching | None:
         """Send the Fetch. A reused connection that is dead is made anew once."""
         job = batch.job
+        if time.monotonic() + _MIN_FETCH_S > deadline:
+            reasons["deadline"] += len(wanted)
+            return None
         hashes = b"".join(job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES] for i in wanted)
         fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes)
         for _attempt in (0, 1):
-            got = self._peers.get(peer, deadline)
-            if got is None:
-                break
-            connection, reused = got
+            reused = False
             try:
-                if reused and _peer_closed(connection.sock):
+                got = self._peers.get(peer, deadline)
+                if got is None:
+                    break  # its breaker is open
+                connection, reused = got
+                if reused and peer_closed(connection.sock):
                     raise ConnectionError("idle connection was closed by the peer")
                 connection.request(fetch, deadline)
-                return connection
+                return Fetching(peer, connection, wanted)
             except (OSError, TimeoutError):
                 if not reused:
                     self._peers.failed(peer)
+                    peer_down.append(peer.node)
                     break
                 self._peers.drop(peer)
         reasons["peer_down"] += len(wanted)
-        peer_down.append(peer.node)
         return None
 
-    def _receive(
+    def _receive_all(
         self,
-        peer: p.Peer,
-        connection: PeerConnection,
+        fetches: list[Fetching],
         batch: Batch,
-        wanted: list[int],
         ok: bytearray,
         reasons: Counter[str],
         deadline: float,
         peer_down: list[str],
     ) -> int:
+        """Read the peers' answers as they become ready, so that a slow one does not eat the others' time. Returns bytes."""
+        received = 0
+        poll = select.poll()
+        waiting = {fetching.connection.sock.fileno(): fetching for fetching in fetches}
+        for fd in waiting:
+            poll.register(fd, select.POLLIN)
+        while waiting:
+            left = deadline - time.monotonic()
+            ready = poll.poll(max(left, 0) * 1000)
+            if not ready:
+                for fetching in waiting.values():
+                    self._late(fetching.peer, fetching.asked_at, peer_down)
+                    reasons["deadline"] += len(fetching.wanted)
+                break
+            for fd, _ in ready:
+                poll.unregister(fd)
+                received += self._receive(waiting.pop(fd), batch, ok, reasons, deadline, peer_down)
+        return received
+
+    def _receive(
+        self,
+        fetching: Fetching,
+        batch: Batch,
+        ok: bytearray,
+        reasons: Counter[str],
+        deadline: float,
+        peer_down: list[str],
+    ) -> int:
+        peer, connection, wanted = fetching.peer, fetching.connection, fetching.wanted
         received, settled = 0, 0
+        started = time.monotonic()
         try:
             reply = connection.reply(deadline)
             if len(reply.status) != len(wanted) or len(reply.checksum) != len(wanted):
                 raise p.ProtocolError("reply does not match the request")
+            source = connection.source(deadline)
             for i, status, checksum in zip(wanted, reply.status, reply.checksum, strict=True):
                 if status == p.LOCAL:
-                    arrived = self._memory.receive(connection.bound(deadline), batch.addresses(i), batch.lengths)
+                    arrived = self._memory.receive(source, batch.addresses(i), batch.lengths)
                     received += batch.body_bytes
                     if arrived == checksum:
                         ok[i] = 1
@@ -341,18 +249,25 @@ class Mover:
                     reasons["wrong_length" if status == p.WRONG_LENGTH else "gone_remote"] += 1
                 settled += 1
             self._peers.works(peer)
-        except (OSError, TimeoutError, p.ProtocolError, EngineMemoryError) as error:
-            # Closing is the fence: whatever the peer still sends lands nowhere.
-            reason = "engine_memory" if isinstance(error, EngineMemoryError) else "peer_failed"
-            if isinstance(error, TimeoutError):
-                reason = "deadline"
-            if reason == "engine_memory":
-                self._peers.drop(peer)
-            else:
-                self._peers.failed(peer)
-                peer_down.append(peer.node)
-            reasons[reason] += len(wanted) - settled
+        # Closing is the fence in each of these: whatever the peer still sends lands nowhere.
+        except EngineMemoryError:
+            self._peers.drop(peer)
+            reasons["engine_memory"] += len(wanted) - settled
+        except TimeoutError:
+            self._late(peer, started, peer_down)
+            reasons["deadline"] += len(wanted) - settled
+        except (OSError, p.ProtocolError):
+            self._peers.failed(peer)
+            peer_down.append(peer.node)
+            reasons["peer_failed"] += len(wanted) - settled
         return received
+
+    def _late(self, peer: p.Peer, since: float, peer_down: list[str]) -> None:
+        if time.monotonic() - since < _BLAME_AFTER_S:
+            self._peers.drop(peer)
+            return
+        self._peers.failed(peer)
+        peer_down.append(peer.node)
 
     # ------------------------------------------------------------------ store
 
@@ -420,17 +335,6 @@ class Mover:
         return refused, copied, had
 
 
-def _peer_closed(sock: socket.socket) -> bool:
-    """Between requests nothing may arrive: readable means closed, or out of step."""
-    try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def _attach(wire: Wire, role: str) -> Mover | None:
     """Take the engine's memory over. Answers Attached with the mode, or with the problem, and returns None then."""
     attach = wire.receive(_to_mover)
@@ -452,15 +356,14 @@ def _attach(wire: Wire, role: str) -> Mover | None:
         for fd in fds:
             os.close(fd)
     wire.send(p.Attached(mode))
-    return Mover(memory, NodeLink(attach.socket_path, role, attach.client))
+    link = NodeLink(attach.socket_path, role, attach.client, own_user=attach.own_user)
+    return Mover(memory, link, attach.engine_pid)
 
 
 def _check_canary(memory: ForeignMemory, attach: p.Attach) -> None:
     """Read the engine's canary and write it back: both directions are allowed, or process_vm is not used at all."""
     size = len(attach.canary)
     buffer = memoryview(bytearray(size))
-    import ctypes
-
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer.obj))
     memory.transfer(False, address, [(attach.canary_address, size)])
     if bytes(buffer) != attach.canary:
@@ -473,7 +376,7 @@ def serve(sock: socket.socket, role: str) -> None:
     wire = Wire(sock)
     try:
         mover = _attach(wire, role)
-        while mover is not None:
+        while mover is not None and mover.wait(wire):
             job = wire.receive(_to_mover)
             if not isinstance(job, p.Transfer):
                 raise p.ProtocolError("expected Transfer")

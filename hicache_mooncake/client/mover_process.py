@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.backoff import Backoff
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ _from_mover = p.decoder(p.FromMover)
 _START_S = 15.0
 _RESTART_FIRST_S, _RESTART_MAX_S = 0.1, 5.0
 _FENCE_S = 5.0
+_PF_EXITING = 0x4
 
 
 class MoverUnavailable(Exception):
@@ -44,8 +46,8 @@ class MoverProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Wire | None = None
         self._attach: tuple[p.Attach, tuple[int, ...]] | None = None
-        self._restart_at = 0.0
-        self._restart_pause = _RESTART_FIRST_S
+        self._restart = Backoff(_RESTART_FIRST_S, _RESTART_MAX_S)
+        self._last_id = 0
 
     @property
     def pid(self) -> int | None:
@@ -70,16 +72,21 @@ class MoverProcess:
             raise MoverUnavailable("busy", f"the {self.role} mover was busy for {timeout_s * 0.5:.1f} s")
         try:
             if self._wire is None:
-                if time.monotonic() < self._restart_at:
+                if not self._restart.due():
                     raise MoverUnavailable("mover_down", "the mover is being restarted")
                 self._start(deadline)
             wire = self._wire
             assert wire is not None
             # The mover stops by itself first, then the rank stops waiting and kills it; both inside the deadline.
             left = deadline - time.monotonic()
+            self._last_id += 1
             try:
-                wire.send(job(left * 0.8), deadline=deadline - left * 0.1)
+                batch = job(left * 0.8)
+                batch.id = self._last_id
+                wire.send(batch, deadline=deadline - left * 0.1)
                 answer = wire.receive(_from_mover, deadline - left * 0.1)
+                if isinstance(answer, p.Transferred) and answer.id != batch.id:
+                    raise p.ProtocolError(f"the answer is for batch {answer.id}, not {batch.id}")
             except WireTimeout as error:
                 self.fenced += 1
                 self._fail()
@@ -87,9 +94,12 @@ class MoverProcess:
             except (WireClosed, p.ProtocolError) as error:
                 self._fail()
                 raise MoverUnavailable("mover_down", str(error)) from error
+            except BaseException:
+                self._fail()  # whatever it was: the answer is still to come, and the batch still to be fenced
+                raise
             if not isinstance(answer, p.Transferred):
                 raise MoverUnavailable("refused", answer.reason if isinstance(answer, p.Refused) else "unexpected answer")
-            self._restart_pause = _RESTART_FIRST_S
+            self._restart.succeeded()
             return answer
         finally:
             self._lock.release()
@@ -118,7 +128,7 @@ class MoverProcess:
                 )
         except OSError as error:
             ours.close()
-            self._back_off()
+            self._restart.failed()
             raise MoverUnavailable("mover_down", f"cannot start the mover: {error}") from error
         self._wire = Wire(ours)
         try:
@@ -127,6 +137,9 @@ class MoverProcess:
         except (WireClosed, WireTimeout, p.ProtocolError) as error:
             self._fail()
             raise MoverUnavailable("mover_down", f"the mover did not start: {error}") from error
+        except BaseException:
+            self._fail()
+            raise
         if not isinstance(answer, p.Attached) or answer.problem:
             self._fail()
             raise MoverUnavailable("attach", answer.problem if isinstance(answer, p.Attached) else "unexpected answer")
@@ -135,24 +148,46 @@ class MoverProcess:
 
     def _fail(self) -> None:
         self._stop()
-        self._back_off()
-
-    def _back_off(self) -> None:
-        self._restart_at = time.monotonic() + self._restart_pause
-        self._restart_pause = min(self._restart_pause * 2, _RESTART_MAX_S)
+        self._restart.failed()
 
     def _stop(self) -> None:
-        """Kill and wait: when this returns the process is gone, and with it every way to write engine memory."""
+        """Kill and wait: when this returns the process cannot write engine memory any more."""
         wire, self._wire = self._wire, None
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            try:
-                process.wait(_FENCE_S)
-            except subprocess.TimeoutExpired:
-                # Only a kernel that cannot end a process gets here. Waiting on is the lesser evil to a wrong page.
-                log.error("mover %d does not end after SIGKILL: waiting, since it could still write engine memory", process.pid)
-                process.wait()
+            _wait_until_it_cannot_write(process)
         if wire is not None:
             with contextlib.suppress(OSError):
                 wire.close()
+
+
+def _wait_until_it_cannot_write(process: subprocess.Popen[bytes]) -> None:
+    """After SIGKILL. A task that has begun to exit (PF_EXITING) is in the kernel for good and writes no user memory; what may
+    take longer, a second and more for a large pool, is the unmapping, and that is waited for on a thread of its own."""
+    began = time.monotonic()
+    complained = False
+    while process.poll() is None and not _all_exiting(process.pid):
+        time.sleep(0.0005)
+        if not complained and time.monotonic() - began > _FENCE_S:
+            # Only a kernel that cannot end a process gets here. Waiting on is the lesser evil to a wrong page.
+            log.error("mover %d does not end after SIGKILL: waiting, since it could still write engine memory", process.pid)
+            complained = True
+    if process.poll() is None:
+        threading.Thread(target=process.wait, name="reap-mover", daemon=True).start()
+
+
+def _all_exiting(pid: int) -> bool:
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except FileNotFoundError:
+        return True
+    for task in tasks:
+        try:
+            stat = Path(f"/proc/{pid}/task/{task}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        flags = int(stat.rpartition(")")[2].split()[6])
+        if not flags & _PF_EXITING:
+            return False
+    return True

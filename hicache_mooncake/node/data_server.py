@@ -84,8 +84,10 @@ class DataServer:
         try:
             tcp.prepare(sock)
             while True:
-                tcp.set_timeouts(sock, _IDLE_S)
-                fetch = tcp.receive_message(sock, tcp.fetch_decoder)
+                try:
+                    fetch = tcp.receive_message(sock, tcp.fetch_decoder, time.monotonic() + _IDLE_S)
+                except TimeoutError:
+                    return  # idle: the reader connects again when it needs to
                 self._answer(sock, fetch)
         except ConnectionError:
             pass
@@ -115,14 +117,16 @@ class DataServer:
             pin, status, where, checksum = node.store.locate(
                 owner, fetch.namespace, fetch.hashes, fetch.length, time.monotonic()
             )
+        sent = 0
         try:
             tcp.send_message(sock, p.FetchReply(node.name, node.incarnation, bytes(status), checksum))
             segment = node.segment.view
             bodies = [segment[at : at + fetch.length] for at, s in zip(where, status, strict=True) if s == p.LOCAL]
             tcp.send_bodies(sock, bodies, deadline)
+            sent = len(bodies)
         finally:
             with node.lock:
-                node.store.release(owner, pin)
+                node.store.release(owner, pin, loaded=sent)
         with self._lock:
-            self.sent_pages += len(bodies)
-            self.sent_bytes += len(bodies) * fetch.length
+            self.sent_pages += sent
+            self.sent_bytes += sent * fetch.length

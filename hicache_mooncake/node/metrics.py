@@ -64,6 +64,14 @@ class NodeMetrics(Collector):  # type: ignore[misc]
             yield GaugeMetricFamily(f"hicache_node_{name}", text, value=float(report[name]))
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"hicache_node_{name}", text, value=float(report[name]))
+        missed = CounterMetricFamily(
+            "hicache_node_client_misses", "Pages that ranks of this host did not get or store.", labels=["reason"]
+        )
+        with self._node.lock:
+            reasons = dict(self._node.missed)
+        for reason, count in sorted(reasons.items()):
+            missed.add_metric([reason], float(count))
+        yield missed
         info = GaugeMetricFamily("hicache_node_info", "Who this is.", labels=["node", "incarnation", "version", "master"])
         info.add_metric([str(report[name]) for name in ("name", "incarnation", "version", "master")], 1.0)
         yield info

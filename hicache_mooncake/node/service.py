@@ -19,6 +19,7 @@ import stat
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from hicache_mooncake.node.data_server import DataServer
 from hicache_mooncake.node.master_link import DEFAULT_MASTER_PORT, JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.metrics import NodeMetrics, serve_metrics
 from hicache_mooncake.node.store import Store
+from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
 from hicache_mooncake.transfer.tcp import listen
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
@@ -43,6 +45,7 @@ _LOOKUP_TIMEOUT_S = 0.5
 _HOUSEKEEPING_S = 0.05
 _SEND_TIMEOUT_S = 5.0
 _SNAPSHOT_PART_KEYS = 16_384
+_MAX_REASONS = 100
 
 
 class NodeError(Exception):
@@ -72,7 +75,9 @@ class Node:
         self._cleanup = contextlib.ExitStack()
         self._last_client_at = time.monotonic()
         self.connections_refused = 0
-        self.checksum_reports = 0
+        self.missed: Counter[str] = Counter()
+        """What the ranks of this host report: misses by reason."""
+        self._quiet = QuietLog(log)
         self.started_at = time.monotonic()
 
     # ------------------------------------------------------------------ life
@@ -299,13 +304,17 @@ class Node:
                     done = self.store.commit(owner, message.txn, message.ok, message.checksum)
                 self.link.notify()
                 return p.Committed(done)
+            case p.Missed():
+                with self.lock:
+                    for reason, count in message.reasons.items():
+                        if len(self.missed) < _MAX_REASONS or reason in self.missed:
+                            self.missed[reason] += count
+                return None
             case p.Clear():
                 return p.Cleared(self.clear(message.namespace, everywhere=message.everywhere))
             case p.AdminStatus():
                 cluster = self.link.cluster_status(_LOOKUP_TIMEOUT_S)
                 return p.AdminReport(self.report(), cluster.nodes if cluster is not None else [])
-            case p.Pin():
-                return self._pin_namespace(owner, message)
             case _:
                 raise p.ProtocolError(f"unexpected {type(message).__name__}")
 
@@ -354,10 +363,9 @@ class Node:
 
     def _release(self, owner: int, message: p.Release) -> None:
         with self.lock:
-            self.store.release(owner, message.pin)
+            self.store.release(owner, message.pin, loaded=message.loaded)
             if message.bad:
                 dropped = self.store.discard(message.namespace, message.bad, "checksum")
-                self.checksum_reports += dropped
                 if dropped:
                     log.error(
                         "%d pages failed their checksum on read and were dropped. Memory is being damaged: check this host's "
@@ -367,15 +375,8 @@ class Node:
         if message.bad:
             self.link.notify()
         for node in message.peer_down:
-            log.warning("a mover could not read from node %s; its pages are misses here until it answers again", node)
-
-    def _pin_namespace(self, owner: int, message: p.Pin) -> p.Cleared:
-        with self.lock:
-            hashes = b"".join(blob for namespace, blob in self._held(message.namespace) if namespace == message.namespace)
-            length = next((entry.length for entry in self.store.entries() if entry.namespace == message.namespace), 1)
-            until = time.monotonic() + message.seconds - self.store.pin_seconds
-            _, status, _, _ = self.store.locate(owner, message.namespace, hashes, length, until)
-        return p.Cleared(status.count(p.LOCAL))
+            text = f"a mover could not read from node {node}; its pages are misses here until it answers again"
+            self._quiet(logging.WARNING, f"peer {node}", text)
 
     def clear(self, namespace: bytes, *, everywhere: bool) -> int:
         with self.lock:
@@ -398,9 +399,6 @@ class Node:
     def changes_lost(self) -> bool:
         with self.lock:
             return self.store.changes_lost
-
-    def _held(self, only: bytes | None = None) -> list[tuple[bytes, bytes]]:
-        return [(ns, b"".join(objects)) for ns, objects in self.store._index.items() if only is None or ns == only]
 
     def snapshot(self) -> Iterator[list[tuple[bytes, bytes]]]:
         with self.lock:
@@ -427,16 +425,19 @@ class Node:
         next_expiry = 0.0
         while not self._stopping.wait(_HOUSEKEEPING_S):
             now = time.monotonic()
-            with self.lock:
-                evicted = self.store.evict_to_low()
-                if now >= next_expiry:
-                    self.store.expire_pins(now)
-                    next_expiry = now + 1.0
-            while evicted and not self._stopping.is_set():
-                time.sleep(0)  # let the handlers at the lock between two slices
+            if now >= next_expiry:
                 with self.lock:
-                    evicted = self.store.evict_to_low()
-            if evicted:
+                    self.store.expire_pins(now)
+                next_expiry = now + 1.0
+            went = 0
+            while not self._stopping.is_set():
+                with self.lock:
+                    gone = self.store.evict_to_low() + self.store.sweep()
+                if not gone:
+                    break
+                went += gone
+                time.sleep(0)  # let the handlers at the lock between two slices
+            if went:
                 self.link.notify()
 
     def report(self) -> dict[str, int | float | str | bool]:

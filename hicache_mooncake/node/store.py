@@ -22,9 +22,13 @@ _MAX_EVICTIONS_PER_ALLOCATION = 4096
 class Entry:
     """The record of one object. `pins` counts readers; a `dead` entry has left the index and waits for its last reader."""
 
-    __slots__ = ("checksum", "dead", "hash", "length", "namespace", "offset", "pins")
+    __slots__ = ("checksum", "dead", "hash", "home", "length", "namespace", "offset", "pins")
 
-    def __init__(self, namespace: bytes, page_hash: bytes, offset: int, length: int, checksum: int) -> None:
+    def __init__(
+        self, home: dict[bytes, Entry], namespace: bytes, page_hash: bytes, offset: int, length: int, checksum: int
+    ) -> None:
+        self.home = home
+        """The dict that holds it: its namespace's in the index, until that namespace is cleared."""
         self.namespace = namespace
         self.hash = page_hash
         self.offset = offset
@@ -100,6 +104,8 @@ class Store:
         """Least recently used first. Touched leaf first, so that the head of a chain outlives its tail."""
         self._pins: dict[int, PinSet] = {}
         self._reservations: dict[int, Reservation] = {}
+        self._condemned: deque[dict[bytes, Entry]] = deque()
+        """Namespaces that were cleared: out of the index, their objects still to be taken apart by `sweep`."""
         self._next_id = 1
         self._evicting = False
         self._track_changes = track_changes
@@ -167,15 +173,15 @@ class Store:
             self._pins[pin] = PinSet(owner, pinned, now + self.pin_seconds)
         return pin, status, where, checksum
 
-    def release(self, owner: int, pin: int, *, loaded: bool = True) -> None:
-        """Ends a pin of this owner; unknown or foreign ids are ignored (it may have expired)."""
+    def release(self, owner: int, pin: int, *, loaded: int = 0) -> None:
+        """Ends a pin of this owner; `loaded` of its objects arrived. Ids it does not hold are ignored: pins expire."""
         held = self._pins.get(pin)
         if held is None or held.owner != owner:
             return
         del self._pins[pin]
-        if loaded:
-            self.stats.loaded += len(held.entries)
-            self.stats.loaded_bytes += sum(entry.length for entry in held.entries)
+        loaded = min(loaded, len(held.entries))
+        self.stats.loaded += loaded
+        self.stats.loaded_bytes += loaded * held.entries[0].length
         self._unpin(held.entries)
 
     def expire_pins(self, now: float) -> int:
@@ -251,7 +257,7 @@ class Store:
                     continue
                 self._remove(existing)
                 objects = self._index.setdefault(reservation.namespace, {})
-            entry = Entry(reservation.namespace, page_hash, offset, reservation.length, checksum)
+            entry = Entry(objects, reservation.namespace, page_hash, offset, reservation.length, checksum)
             objects[page_hash] = entry
             fresh.append(entry)
             self.stats.stored += 1
@@ -289,11 +295,25 @@ class Store:
         return dropped
 
     def clear(self, namespace: bytes) -> int:
-        """Forget one namespace. Objects being read keep their memory until the last reader is done."""
-        entries = list(self._index.get(namespace, {}).values())
-        for entry in entries:
-            self._remove(entry)
-        return len(entries)
+        """Forget one namespace at once; returns how many objects that was. Their memory comes back through `sweep`, and that of
+        objects being read when the last reader is done."""
+        home = self._index.pop(namespace, None)
+        if home is None:
+            return 0
+        self._condemned.append(home)
+        return len(home)
+
+    def sweep(self, limit: int = 256) -> int:
+        """Take at most `limit` objects of cleared namespaces apart. Returns how many."""
+        swept = 0
+        while swept < limit and self._condemned:
+            home = self._condemned[0]
+            if not home:
+                self._condemned.popleft()
+                continue
+            self._remove(next(iter(home.values())))
+            swept += 1
+        return swept
 
     def evict_to_low(self, limit: int = 256) -> int:
         """Background eviction above the high watermark, at most `limit` objects a call. Returns how many went."""
@@ -336,14 +356,14 @@ class Store:
         return self._next_id
 
     def _allocate(self, length: int) -> int | None:
-        """Room for one body, evicting least recently used objects until there is a block that fits."""
+        """Room for one body; cleared objects make it first, then least recently used ones, until there is a block that fits."""
         if length > self.allocator.capacity:
             return None
         for _ in range(_MAX_EVICTIONS_PER_ALLOCATION):
             offset = self.allocator.allocate(length)
             if offset is not None:
                 return offset
-            if not self._evict_one():
+            if not self.sweep(1) and not self._evict_one():
                 return None
         return None
 
@@ -362,9 +382,8 @@ class Store:
 
     def _remove(self, entry: Entry) -> None:
         """Out of the index now; memory when the last reader is done."""
-        objects = self._index[entry.namespace]
-        del objects[entry.hash]
-        if not objects:
+        del entry.home[entry.hash]
+        if not entry.home and self._index.get(entry.namespace) is entry.home:
             del self._index[entry.namespace]
         del self._order[entry]
         entry.dead = True
@@ -388,6 +407,8 @@ class Store:
     def _note(self, added: bool, entry: Entry) -> None:
         if not self._track_changes or self.changes_lost:
             return
+        if not added and entry.hash in self._index.get(entry.namespace, ()):
+            return  # stored anew since its namespace was cleared
         if len(self._changes) >= self._max_changes:
             self._changes.clear()
             self.changes_lost = True
@@ -400,7 +421,9 @@ class Store:
     def validate(self) -> None:
         """Everything that must hold between two calls; tests run it after every event."""
         self.allocator.validate()
-        indexed = [entry for objects in self._index.values() for entry in objects.values()]
+        homes = [*self._index.values(), *self._condemned]
+        indexed = [entry for objects in homes for entry in objects.values()]
+        assert all(entry.home is objects for objects in homes for entry in objects.values())
         assert set(map(id, indexed)) == set(map(id, self._order)), "index and eviction order hold the same objects"
         for namespace, objects in self._index.items():
             assert objects, "an empty namespace has no dict"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import bisect
 import ctypes
 import os
-import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import xxhash
@@ -26,6 +26,10 @@ class EngineMemoryError(Exception):
     """Engine memory could not be reached: an address outside the regions shared at attach, or a refused system call."""
 
 
+Source = Callable[[memoryview], int]
+"""Receives into a buffer, as many bytes as come before its deadline, and says how many: 0 when the peer has closed."""
+
+
 class EngineMemory(Protocol):
     """Where page bodies come from and go to. A body is the concatenation of the runs at `addresses`, of `lengths` bytes."""
 
@@ -35,8 +39,9 @@ class EngineMemory(Protocol):
     def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int]) -> int:
         """Segment -> engine. Returns xxh3-64 of what arrived."""
 
-    def receive(self, sock: socket.socket, addresses: Sequence[int], lengths: Sequence[int]) -> int:
-        """Socket -> engine. Returns xxh3-64 of what arrived. Raises ConnectionError when the peer ends in mid-body."""
+    def receive(self, source: Source, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+        """Peer -> engine. Returns xxh3-64 of what arrived. Raises ConnectionError when the peer ends in mid-body and
+        TimeoutError when it is too slow."""
 
     def close(self) -> None: ...
 
@@ -92,11 +97,10 @@ class MappedMemory:
             at += length
         return digest.intdigest()
 
-    def receive(self, sock: socket.socket, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+    def receive(self, source: Source, addresses: Sequence[int], lengths: Sequence[int]) -> int:
         digest = xxhash.xxh3_64()
         for address, length in zip(addresses, lengths, strict=True):
-            target = self._view(address, length)
-            receive_into(sock, target, digest)
+            receive_into(source, self._view(address, length), digest)
         return digest.intdigest()
 
     def close(self) -> None:
@@ -187,11 +191,11 @@ class ForeignMemory:
             at += size
         return digest.intdigest()
 
-    def receive(self, sock: socket.socket, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+    def receive(self, source: Source, addresses: Sequence[int], lengths: Sequence[int]) -> int:
         digest = xxhash.xxh3_64()
         for group in self._pieces(addresses, lengths):
             size = sum(length for _, length in group)
-            receive_into(sock, self._bounce[:size], digest)
+            receive_into(source, self._bounce[:size], digest)
             self.transfer(True, self._bounce_address, group)
         return digest.intdigest()
 
@@ -199,16 +203,47 @@ class ForeignMemory:
         pass
 
 
-def receive_into(sock: socket.socket, target: memoryview, digest: xxhash.xxh3_64) -> None:
-    """Fill `target` from a blocking socket whose SO_RCVTIMEO bounds each wait. Raises ConnectionError or TimeoutError."""
+def receive_into(source: Source, target: memoryview, digest: xxhash.xxh3_64) -> None:
+    """Fill `target`, checksumming each chunk while it is in cache. Raises ConnectionError, or what `source` raises."""
     at, size = 0, len(target)
     while at < size:
         piece = target[at : min(at + CHUNK, size)]
-        try:
-            got = sock.recv_into(piece, 0, socket.MSG_WAITALL)
-        except BlockingIOError as error:
-            raise TimeoutError("peer stopped sending") from error
+        got = source(piece)
         if got == 0:
             raise ConnectionError("peer closed the connection in mid-body")
         digest.update(piece[:got])
         at += got
+
+
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = ctypes.c_void_p
+_SHORT = 64 << 10
+"""A copy of up to this length keeps the interpreter lock: beside a busy thread getting it back takes far longer."""
+
+
+def copy_here(buffer: int, addresses: Sequence[int], lengths: Sequence[int], deadline: float, *, out: bool) -> bool:
+    """Copy one page between its runs in this process's memory and a contiguous buffer (`out`: to the buffer).
+
+    False when the deadline has passed; the copy may then be in part.
+    """
+    at = buffer
+    for address, length in zip(addresses, lengths, strict=True):
+        if time.monotonic() > deadline:
+            return False
+        move = _memmove if length <= _SHORT else ctypes.memmove
+        if out:
+            move(at, address, length)
+        else:
+            move(address, at, length)
+        at += length
+    return True
+
+
+_PR_SET_PTRACER = 0x59616D61
+
+
+def allow_movers() -> None:
+    """Under Yama (`ptrace_scope` 1, as on Ubuntu) a child may not reach its parent. Declaring ourselves our own tracer lets
+    our descendants in, and nobody else. Without Yama this does nothing."""
+    _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getpid()), 0, 0, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -62,21 +62,25 @@ def send_message(sock: socket.socket, message: p.Message) -> None:
         raise TimeoutError("peer does not read") from error
 
 
-def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> Any:
+def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any], deadline: float) -> Any:
     """Raises ConnectionError, TimeoutError, or ProtocolError for what does not decode."""
-    (length,) = _HEADER.unpack(_receive_exactly(sock, 4))
+    (length,) = _HEADER.unpack(_receive_exactly(sock, 4, deadline))
     if length > _MAX_HEADER_BYTES:
         raise p.ProtocolError(f"header of {length} bytes announced: the limit is {_MAX_HEADER_BYTES}")
-    body = _receive_exactly(sock, length)
+    body = _receive_exactly(sock, length, deadline)
     try:
         return decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise p.ProtocolError(f"message not understood: {error}") from error
 
 
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("deadline passed")
+        set_timeouts(sock, left)
         try:
             part = sock.recv(size - len(data), socket.MSG_WAITALL)
         except BlockingIOError as error:
@@ -127,8 +131,7 @@ class PeerConnection:
 
     def reply(self, deadline: float) -> p.FetchReply:
         """The peer's verdicts; bodies follow for LOCAL ones. Raises ProtocolError when the peer refuses."""
-        self._bound(deadline)
-        message = receive_message(self.sock, reply_decoder)
+        message = receive_message(self.sock, reply_decoder, deadline)
         if isinstance(message, p.Refused):
             raise p.ProtocolError(f"node {self.peer.node} refused: {message.reason}")
         assert isinstance(message, p.FetchReply)
@@ -140,10 +143,17 @@ class PeerConnection:
             raise TimeoutError("deadline passed")
         set_timeouts(self.sock, left)
 
-    def bound(self, deadline: float) -> socket.socket:
-        """The socket, with its waits bounded by the deadline: for receiving one body."""
-        self._bound(deadline)
-        return self.sock
+    def source(self, deadline: float) -> Callable[[memoryview], int]:
+        """Receives pieces of bodies; each wait ends at the deadline with TimeoutError."""
+
+        def receive(piece: memoryview) -> int:
+            self._bound(deadline)
+            try:
+                return self.sock.recv_into(piece, 0, socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise TimeoutError("peer stopped sending") from error
+
+        return receive
 
     def close(self) -> None:
         self.sock.close()

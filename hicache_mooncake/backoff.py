@@ -1,0 +1,29 @@
+"""When to try again."""
+
+from __future__ import annotations
+
+import random
+import time
+
+
+class Backoff:
+    """The pause doubles with every failure, with jitter, up to a limit. Not thread-safe: whoever tries holds the lock."""
+
+    def __init__(self, first_s: float, most_s: float) -> None:
+        self._first_s, self._most_s = first_s, most_s
+        self._pause_s = 0.0
+        self._at = 0.0
+
+    def due(self) -> bool:
+        return time.monotonic() >= self._at
+
+    def failed(self, at_least_s: float = 0.0) -> None:
+        self._pause_s = min(max(self._pause_s * 2, self._first_s, at_least_s), self._most_s)
+        self._at = time.monotonic() + self._pause_s * random.uniform(0.8, 1.2)
+
+    def retry_now(self) -> None:
+        """The next try is due at once; its failure still makes the pause longer."""
+        self._at = 0.0
+
+    def succeeded(self) -> None:
+        self._pause_s = self._at = 0.0

@@ -1,0 +1,141 @@
+"""A mover's connection to the local store node, and its mapping of the node's segment."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.backoff import Backoff
+from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
+
+_from_node = p.decoder(p.FromNode)
+
+_NODE_RETRY_FIRST_S, _NODE_RETRY_MAX_S = 0.05, 8.0
+_POPULATE_BYTES = 16 << 30
+"""How much of the node's segment each mover maps ahead; of a larger one the rest is mapped on first use."""
+
+
+class NodeUnavailable(Exception):
+    """The local node did not answer; `reason` is the miss reason to count."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class NodeLink:
+    """This mover's connection to the local node, and its mapping of the node's segment. Reconnects by itself."""
+
+    def __init__(self, socket_path: str, role: str, client: str, *, own_user: bool = False) -> None:
+        self._path = socket_path
+        self._role = role
+        self._client = client
+        self._own_user = own_user
+        self._wire: Wire | None = None
+        self._retry = Backoff(_NODE_RETRY_FIRST_S, _NODE_RETRY_MAX_S)
+        self.segment: Mapping | None = None
+        self.node = ""
+
+    def ask(self, message: p.Message, deadline: float) -> p.Message:
+        """One request, one answer. A connection that turns out dead is made anew once: the node may have restarted."""
+        for attempt in (0, 1):
+            fresh = self._wire is None
+            wire = self._connected(deadline)
+            try:
+                wire.send(message, deadline=deadline)
+                answer = wire.receive(_from_node, deadline)
+            except WireTimeout as error:
+                self.drop()
+                self._retry.failed(at_least_s=1.0)  # a frozen node costs a deadline: not at every call
+                raise NodeUnavailable("node_timeout", str(error)) from error
+            except (WireClosed, p.ProtocolError) as error:
+                self.drop()
+                if fresh or attempt:
+                    self._retry.failed()
+                    raise NodeUnavailable("node_down", str(error)) from error
+                continue
+            if isinstance(answer, p.Refused):
+                raise NodeUnavailable("node_refused", answer.reason)
+            assert isinstance(answer, p.Message)
+            self._retry.succeeded()
+            return answer
+        raise AssertionError("unreachable")
+
+    def ask_same(self, message: p.Message, deadline: float) -> p.Message:
+        """Like `ask`, but only on the connection that is open: for messages that refer to an earlier answer."""
+        if self._wire is None:
+            raise NodeUnavailable("node_down", "connection lost")
+        wire = self._wire
+        try:
+            wire.send(message, deadline=deadline)
+            answer = wire.receive(_from_node, deadline)
+        except (WireTimeout, WireClosed, p.ProtocolError) as error:
+            self.drop()
+            raise NodeUnavailable("node_timeout" if isinstance(error, WireTimeout) else "node_down", str(error)) from error
+        assert isinstance(answer, p.Message)
+        return answer
+
+    def tell(self, message: p.Message, deadline: float) -> None:
+        """One-way; a failure only costs the connection."""
+        if self._wire is None:
+            return
+        try:
+            self._wire.send(message, deadline=deadline)
+        except (WireClosed, WireTimeout):
+            self.drop()
+
+    def _connected(self, deadline: float) -> Wire:
+        if self._wire is not None:
+            return self._wire
+        if not self._retry.due():
+            raise NodeUnavailable("node_down", "the node did not serve a moment ago")
+        try:
+            wire = connect(self._path, max(0.001, deadline - time.monotonic()), own_user=self._own_user)
+        except (WireClosed, WireTimeout) as error:
+            self._retry.failed()
+            raise NodeUnavailable("node_down", str(error)) from error
+        try:
+            wire.send(p.Hello(p.PROTOCOL_MIN, p.PROTOCOL_MAX, self._role, self._client), deadline=deadline)
+            welcome = wire.receive(_from_node, deadline)
+            if isinstance(welcome, p.Refused):
+                raise NodeUnavailable("node_refused", welcome.reason)
+            fds = wire.take_fds()
+            if not isinstance(welcome, p.Welcome) or len(fds) != 1:
+                raise p.ProtocolError("the node's welcome has no segment")
+            try:
+                segment = Mapping(fds[0], welcome.segment_bytes, writable=self._role == "store")
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        except NodeUnavailable:
+            wire.close()
+            self._retry.failed(at_least_s=1.0)
+            raise
+        except WireTimeout as error:
+            wire.close()
+            self._retry.failed(at_least_s=1.0)
+            raise NodeUnavailable("node_timeout", str(error)) from error
+        except (WireClosed, p.ProtocolError, OSError) as error:
+            wire.close()
+            self._retry.failed()
+            raise NodeUnavailable("node_down", str(error)) from error
+        segment.populate_in_background(_POPULATE_BYTES)
+        self.segment = segment
+        self.node = welcome.node
+        self._wire = wire
+        return wire
+
+    def idle_fileno(self) -> int | None:
+        """To wait on between batches: readable then means that the node is gone."""
+        return self._wire.fileno() if self._wire is not None else None
+
+    def drop(self) -> None:
+        """Close the connection and let go of the segment: a dead node's memory must not stay because we had mapped it."""
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+        if self.segment is not None:
+            self.segment.close()
+            self.segment = None

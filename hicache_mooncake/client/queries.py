@@ -1,0 +1,155 @@
+"""This rank's own connection to the local node: lookups, clears, reports."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.backoff import Backoff
+from hicache_mooncake.client.embedded import ensure_node, own_user_only
+from hicache_mooncake.config import Settings
+from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
+
+log = logging.getLogger(__name__)
+
+_from_node = p.decoder(p.FromNode)
+
+_RETRY_FIRST_S, _RETRY_MAX_S = 0.1, 8.0
+_NODE_START_FIRST_S, _NODE_START_MAX_S = 2.0, 300.0
+EMBEDDED_START_S = 10.0
+
+
+class NodeQueries:
+    """This rank's own connection to the node, for questions that move no pages. Thread-safe; reconnects by itself."""
+
+    def __init__(self, settings: Settings, client: str, *, embedded: bool) -> None:
+        self._settings = settings
+        self._client = client
+        self._embedded = embedded
+        self._lock = threading.Lock()
+        self._wire: Wire | None = None
+        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
+        self._start_node = Backoff(_NODE_START_FIRST_S, _NODE_START_MAX_S)
+        self._starting = False
+        self.node = ""
+        self.problem = ""
+
+    def ask(self, message: p.Message, timeout_s: float) -> tuple[p.Message | None, str]:
+        """(answer, "") or (None, reason). Never raises, never takes longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            return None, "busy"
+        try:
+            for attempt in (0, 1):
+                fresh = self._wire is None
+                wire, reason = self._connected(deadline)
+                if wire is None:
+                    return None, reason
+                try:
+                    wire.send(message, deadline=deadline)
+                    answer = wire.receive(_from_node, deadline)
+                except WireTimeout:
+                    self._drop("no answer before the deadline", at_least_s=timeout_s)
+                    return None, "node_timeout"
+                except (WireClosed, p.ProtocolError) as error:
+                    self._drop(str(error))
+                    if fresh or attempt:
+                        return None, "node_down"
+                    self._retry.retry_now()  # it was good: the node may have restarted
+                    continue
+                except BaseException:
+                    self._drop("interrupted")  # the answer is still to come: nobody may take it for another's
+                    raise
+                self._retry.succeeded()
+                if isinstance(answer, p.Refused):
+                    self.problem = answer.reason
+                    return None, "node_refused"
+                assert isinstance(answer, p.Message)
+                return answer, ""
+            raise AssertionError("unreachable")
+        finally:
+            self._lock.release()
+
+    def tell(self, message: p.Message) -> bool:
+        """One-way, only over a connection that is open and free. False when it was not sent."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._wire is None:
+                return False
+            self._wire.send(message, deadline=time.monotonic() + 0.05)
+        except (WireClosed, WireTimeout) as error:
+            self._drop(str(error))
+            return False
+        finally:
+            self._lock.release()
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            if self._wire is not None:
+                self._wire.close()
+                self._wire = None
+            self._embedded = False
+
+    def _connected(self, deadline: float) -> tuple[Wire | None, str]:
+        if self._wire is not None:
+            return self._wire, ""
+        if not self._retry.due():
+            return None, "node_down"
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            wire = connect(self._settings.socket, left, own_user=own_user_only(self._settings))
+        except (WireClosed, WireTimeout) as error:
+            self._drop(str(error))
+            self._start_embedded()
+            return None, "node_down"
+        try:
+            wire.send(p.Hello(p.PROTOCOL_MIN, p.PROTOCOL_MAX, "query", self._client), deadline=deadline)
+            welcome = wire.receive(_from_node, deadline)
+        except (WireClosed, WireTimeout, p.ProtocolError) as error:
+            wire.close()
+            late = isinstance(error, WireTimeout)
+            self._drop(str(error), at_least_s=self._settings.deadline_s if late else 0.0)
+            return None, "node_timeout" if late else "node_down"
+        if not isinstance(welcome, p.Welcome):
+            wire.close()
+            self._drop(welcome.reason if isinstance(welcome, p.Refused) else "unexpected answer", at_least_s=1.0)
+            return None, "node_refused"
+        if self.problem:
+            log.warning("store node %s is back on %s", welcome.node, self._settings.socket)
+        self._wire, self.node, self.problem = wire, welcome.node, ""
+        return wire, ""
+
+    def _drop(self, problem: str, at_least_s: float = 0.0) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+        if not self.problem:
+            log.warning(
+                "store node on %s does not serve (%s): everything is a miss until it is back. Check `hicache-mooncake status`",
+                self._settings.socket,
+                problem,
+            )
+        self.problem = problem
+        self._retry.failed(at_least_s)
+
+    def _start_embedded(self) -> None:
+        """A killed embedded node is started again, beside the calls and not inside one; ever more seldom if it ends."""
+        if not self._embedded or self._starting or not self._start_node.due():
+            return
+        self._starting = True
+
+        def work() -> None:
+            try:
+                if ensure_node(self._settings, EMBEDDED_START_S):
+                    self._start_node.succeeded()
+                    self._retry.retry_now()
+                else:
+                    self._start_node.failed()
+            finally:
+                self._starting = False
+
+        threading.Thread(target=work, name="embedded-node", daemon=True).start()
