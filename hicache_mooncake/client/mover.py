@@ -236,17 +236,20 @@ class Mover:
             reply = connection.reply(deadline)
             if len(reply.status) != len(wanted) or len(reply.checksum) != len(wanted):
                 raise p.ProtocolError("reply does not match the request")
-            source = connection.source(deadline)
+            held: list[tuple[int, int]] = []
             for i, status, checksum in zip(wanted, reply.status, reply.checksum, strict=True):
                 if status == p.LOCAL:
-                    arrived = self._memory.receive(source, batch.addresses(i), batch.lengths)
-                    received += batch.body_bytes
-                    if arrived == checksum:
-                        ok[i] = 1
-                    else:
-                        reasons["checksum_remote"] += 1
+                    held.append((i, checksum))
                 else:
                     reasons["wrong_length" if status == p.WRONG_LENGTH else "gone_remote"] += 1
+                    settled += 1
+            bodies = self._memory.receive(connection.source(deadline), [batch.addresses(i) for i, _ in held], batch.lengths)
+            for (i, checksum), arrived in zip(held, bodies, strict=True):
+                received += batch.body_bytes
+                if arrived == checksum:
+                    ok[i] = 1
+                else:
+                    reasons["checksum_remote"] += 1
                 settled += 1
             self._peers.works(peer)
         # Closing is the fence in each of these: whatever the peer still sends lands nowhere.

@@ -41,17 +41,28 @@ class Allocator:
         """Offset of a block of at least `size_bytes` (> 0), or None when no free block is large enough."""
         if size_bytes <= 0:
             raise ValueError(f"allocation of {size_bytes} bytes")
+        offsets = self.allocate_many(size_bytes, 1)
+        return offsets[0] if offsets else None
+
+    def allocate_many(self, size_bytes: int, count: int) -> list[int]:
+        """Up to `count` blocks of one size, carved side by side where there is room: as many as fit without anything else."""
         size = (size_bytes + GRANULE - 1) // GRANULE * GRANULE
-        start = self._find(size)
-        if start is None:
-            return None
-        free_size = self._size_of_free[start]
-        self._remove_free(start, free_size)
-        if free_size > size:
-            self._insert_free(start + size, free_size - size)
-        self._size_of_used[start] = size
-        self.used += size
-        return start
+        offsets: list[int] = []
+        while len(offsets) < count:
+            start = self._find(size)
+            if start is None:
+                break
+            free_size = self._size_of_free[start]
+            take = min(count - len(offsets), free_size // size)
+            self._remove_free(start, free_size)
+            end = start + take * size
+            if end < start + free_size:
+                self._insert_free(end, start + free_size - end)
+            carved = range(start, end, size)
+            self._size_of_used.update(dict.fromkeys(carved, size))
+            offsets.extend(carved)
+        self.used += len(offsets) * size
+        return offsets
 
     def free(self, offset: int) -> int:
         """Give a block back; returns its size in bytes. Raises KeyError for an offset that is not allocated."""

@@ -197,28 +197,33 @@ class Store:
     def reserve(self, owner: int, namespace: bytes, hashes: bytes, length: int) -> tuple[int, bytearray, list[int]]:
         """Room for the keys that are not here: (transaction, status column, offsets). Evicts as needed.
 
-        After the first key without room the rest is REFUSED too: without it nobody could use them.
+        After the first key without room the rest is REFUSED too: without that page nobody could use them.
         """
         objects = self._index.get(namespace) or {}
         count = len(hashes) // HASH_BYTES
         status, where = bytearray(count), [0] * count
         reservation = Reservation(owner, namespace, length, [], [])
-        present: list[Entry] = []
-        for i in range(count):
-            page_hash = hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-            entry = objects.get(page_hash)
-            if entry is not None and entry.length == length:
-                status[i] = HAVE
-                present.append(entry)
-                self._pin(entry)  # not evicted to make room for its own suffix
-                continue
+        each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        found = [objects.get(page_hash) for page_hash in each]
+        present = [entry for entry in found if entry is not None and entry.length == length]
+        for entry in present:
+            self._pin(entry)  # not evicted to make room for its own suffix
+        missing = [i for i, entry in enumerate(found) if entry is None or entry.length != length]
+        offsets = self.allocator.allocate_many(length, len(missing)) if missing else []
+        while len(offsets) < len(missing):
             offset = self._allocate(length)
             if offset is None:
-                self.stats.refused += count - i
                 break
+            offsets.append(offset)
+        for i, offset in zip(missing, offsets, strict=False):
             status[i], where[i] = WRITE, offset
-            reservation.hashes.append(page_hash)
+            reservation.hashes.append(each[i])
             reservation.offsets.append(offset)
+        end = missing[len(offsets)] if len(offsets) < len(missing) else count
+        self.stats.refused += len(missing) - len(offsets)
+        for i, known in enumerate(found[:end]):
+            if known is not None and known.length == length:
+                status[i] = HAVE
         self._unpin(present)
         for entry in reversed(present):
             if not entry.dead:

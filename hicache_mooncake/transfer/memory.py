@@ -10,7 +10,7 @@ import bisect
 import ctypes
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import xxhash
@@ -26,8 +26,8 @@ class EngineMemoryError(Exception):
     """Engine memory could not be reached: an address outside the regions shared at attach, or a refused system call."""
 
 
-Source = Callable[[memoryview], int]
-"""Receives into a buffer, as many bytes as come before its deadline, and says how many: 0 when the peer has closed."""
+Source = Callable[[list[memoryview]], int]
+"""Receives into buffers, as many bytes as come before its deadline, and says how many: 0 when the peer has closed."""
 
 
 class EngineMemory(Protocol):
@@ -39,9 +39,9 @@ class EngineMemory(Protocol):
     def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int]) -> int:
         """Segment -> engine. Returns xxh3-64 of what arrived."""
 
-    def receive(self, source: Source, addresses: Sequence[int], lengths: Sequence[int]) -> int:
-        """Peer -> engine. Returns xxh3-64 of what arrived. Raises ConnectionError when the peer ends in mid-body and
-        TimeoutError when it is too slow."""
+    def receive(self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[int]:
+        """Peer -> engine, bodies one after the other; yields xxh3-64 of each as it has arrived. `pages` are their addresses.
+        Raises ConnectionError when the peer ends in mid-body and TimeoutError when it is too slow."""
 
     def close(self) -> None: ...
 
@@ -97,11 +97,25 @@ class MappedMemory:
             at += length
         return digest.intdigest()
 
-    def receive(self, source: Source, addresses: Sequence[int], lengths: Sequence[int]) -> int:
-        digest = xxhash.xxh3_64()
-        for address, length in zip(addresses, lengths, strict=True):
-            receive_into(source, self._view(address, length), digest)
-        return digest.intdigest()
+    def receive(self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[int]:
+        runs = len(lengths)
+        for group in _groups(pages, lengths):
+            views = [self._view(address, length) for page in group for address, length in zip(page, lengths, strict=True)]
+            if len(group) > 1:
+                fill(source, views)
+                for first in range(0, len(views), runs):
+                    digest = xxhash.xxh3_64()
+                    for view in views[first : first + runs]:
+                        digest.update(view)
+                    yield digest.intdigest()
+                continue
+            digest = xxhash.xxh3_64()
+            for view in views:
+                for start in range(0, len(view), CHUNK):
+                    piece = view[start : start + CHUNK]
+                    fill(source, [piece])
+                    digest.update(piece)
+            yield digest.intdigest()
 
     def close(self) -> None:
         for mapping in self._mappings:
@@ -191,28 +205,40 @@ class ForeignMemory:
             at += size
         return digest.intdigest()
 
-    def receive(self, source: Source, addresses: Sequence[int], lengths: Sequence[int]) -> int:
-        digest = xxhash.xxh3_64()
-        for group in self._pieces(addresses, lengths):
-            size = sum(length for _, length in group)
-            receive_into(source, self._bounce[:size], digest)
-            self.transfer(True, self._bounce_address, group)
-        return digest.intdigest()
+    def receive(self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[int]:
+        for addresses in pages:
+            digest = xxhash.xxh3_64()
+            for group in self._pieces(addresses, lengths):
+                piece = self._bounce[: sum(length for _, length in group)]
+                fill(source, [piece])
+                self.transfer(True, self._bounce_address, group)
+                digest.update(piece)
+            yield digest.intdigest()
 
     def close(self) -> None:
         pass
 
 
-def receive_into(source: Source, target: memoryview, digest: xxhash.xxh3_64) -> None:
-    """Fill `target`, checksumming each chunk while it is in cache. Raises ConnectionError, or what `source` raises."""
-    at, size = 0, len(target)
-    while at < size:
-        piece = target[at : min(at + CHUNK, size)]
-        got = source(piece)
+def _groups(pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[Sequence[Sequence[int]]]:
+    """Pages that are received together: small ones share a system call, as long as they fit the cache."""
+    together = max(1, min(CHUNK // sum(lengths), _MAX_IOV // len(lengths)))
+    for first in range(0, len(pages), together):
+        yield pages[first : first + together]
+
+
+def fill(source: Source, views: list[memoryview]) -> None:
+    """Receive until every view is full. Raises ConnectionError, or what `source` raises."""
+    while views:
+        got = source(views)
         if got == 0:
             raise ConnectionError("peer closed the connection in mid-body")
-        digest.update(piece[:got])
-        at += got
+        done = 0
+        while done < len(views) and got >= len(views[done]):
+            got -= len(views[done])
+            done += 1
+        views = views[done:]
+        if got:
+            views[0] = views[0][got:]
 
 
 _memmove = ctypes.PyDLL(None).memmove
