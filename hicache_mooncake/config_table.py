@@ -137,9 +137,9 @@ SETTINGS: tuple[Setting, ...] = (
         "HICACHE_MOONCAKE_MODEL_ID",
         ("model_id",),
         parse_text,
-        "the served model name",
-        "What tells this model's pages from another's that is served under the same name: a path, a repository with its "
-        "revision.",
+        "a fingerprint of the checkpoint",
+        "Which weights these are. By default a fingerprint of the model's files, the same wherever they lie, so two checkpoints "
+        "under one served name never share. Set it, alike on all engines, where engines must share although their files differ.",
     ),
     Setting(
         "weight_version",

@@ -125,7 +125,7 @@ def master_command(
     listen: Annotated[str, typer.Option(help="host:port for the nodes.")] = "0.0.0.0:50051",
     metrics: Annotated[str, typer.Option(help="host:port of /metrics, or off.")] = "off",
     heartbeat_s: Annotated[float, typer.Option(help="How often nodes report.", min=0.05, max=60)] = 1.0,
-    ttl_s: Annotated[float, typer.Option(help="A node silent for so long loses its keys.", min=0.1, max=600)] = 5.0,
+    ttl_s: Annotated[float, typer.Option(help="Pages of a node silent for so long are not offered.", min=0.1, max=600)] = 5.0,
     max_keys: Annotated[int, typer.Option(help="Most keys in the directory, about 200 bytes each.", min=1)] = 50_000_000,
     log_level: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_LOG_LEVEL", help="As for node.")] = "info",
 ) -> None:
