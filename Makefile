@@ -1,10 +1,11 @@
 # `make demo` and `make test` need nothing but Python 3.11 or newer with its venv module, Linux, and a network for the first run.
 
+SHELL := /bin/bash
 VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv demo test test-all lint bench wheel clean distclean
+.PHONY: help venv versions demo test test-all lint bench wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,7 +31,18 @@ $(READY): requirements/sglang-cpu.txt pyproject.toml tools/setup_venv.sh
 demo: $(READY)
 	@$(PY) -m hicache_mooncake.cli demo --workdir .demo $(if $(filter-out 0,$(KEEP)),--keep) $(if $(MODEL),--model "$(MODEL)")
 
-test: $(READY)
+# Other SGLang releases, without their dependencies: tests/sglang/test_versions.py imports their interface.
+VERSIONS := 0.5.9 0.5.14 0.5.21 0.5.22
+
+versions: $(VERSIONS:%=$(VENV)/.stamps/sglang-%)
+
+$(VENV)/.stamps/sglang-%: $(READY)
+	@echo "sglang $*, for the tests against its interface"
+	@$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --upgrade --target $(VENV)/sglang-$* sglang==$* \
+		2> >(grep -v 'Location .* is ignored' >&2)
+	@touch $@
+
+test: $(READY) versions
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-all: lint wheel test

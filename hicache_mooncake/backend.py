@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from hicache_mooncake import __version__
+from hicache_mooncake import __version__, plugin
 from hicache_mooncake.client.client import Outcome, PoolClient
 from hicache_mooncake.client.geometry import GeometryError, PoolGeometry, of_pool, page_numbers, run_addresses
 from hicache_mooncake.client.identity import namespace_of
@@ -53,6 +53,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: Any, mem_pool_host: Any = None, **_kwargs: Any) -> None:
         extra_config = dict(getattr(storage_config, "extra_config", None) or {})
         settings, notices = load_settings(extra_config)
+        if plugin.summary:
+            log.info("%s", plugin.summary)
         for notice in notices:
             log.warning("%s", notice)
         self._config = storage_config
@@ -104,7 +106,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """The KV pool again (already known), or a side pool: those are not stored yet, and so nothing with them ever hits."""
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self.registered_pools: dict[Any, Any] = getattr(self, "registered_pools", {})
+        self.registered_pools[host_pool_name] = host_pool  # as the base class does where it has this method (0.5.14)
         name = str(getattr(host_pool_name, "value", host_pool_name))
         if name != _KV:
             self._refuse(name, f"pool {name} ({type(host_pool).__name__}): side pools are not supported by this release")

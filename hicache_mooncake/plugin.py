@@ -19,11 +19,16 @@ _REUSE_TE = "SGLANG_HICACHE_MOONCAKE_REUSE_TE"
 _ALLOCATORS = "sglang.srt.mem_cache.pool_host.common"
 
 
+summary = ""
+"""What `activate` did in this process. The backend logs it too: plugins run before SGLang has set its logging up."""
+
+
 def activate() -> None:
     """Register the backend, give it a shareable host allocator, and keep SGLang from importing an engine that is not there."""
     if os.environ.get("HICACHE_MOONCAKE_PLUGIN", "").strip().lower() in OFF_VALUES:
         log.info("hicache-mooncake: HICACHE_MOONCAKE_PLUGIN=off, the name mooncake stays SGLang's own backend")
         return
+    global summary
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
     StorageBackendFactory.register_backend("mooncake", "hicache_mooncake.backend", "HiCacheMooncake")
@@ -35,7 +40,8 @@ def activate() -> None:
     if _REUSE_TE not in os.environ and not _mooncake_engine_imports():
         os.environ[_REUSE_TE] = "0"
         done.append(f"{_REUSE_TE}=0 since mooncake.engine cannot be imported")
-    log.info("hicache-mooncake: %s. HICACHE_MOONCAKE_PLUGIN=off undoes it", "; ".join(done))
+    summary = f"hicache-mooncake plugin: {'; '.join(done)}. HICACHE_MOONCAKE_PLUGIN=off undoes it"
+    log.info("%s", summary)
 
 
 def _hook_allocator() -> bool:
