@@ -138,8 +138,9 @@ SETTINGS: tuple[Setting, ...] = (
         ("model_id",),
         parse_text,
         "a fingerprint of the checkpoint",
-        "Which weights these are. By default a fingerprint of the model's files, the same wherever they lie, so two checkpoints "
-        "under one served name never share. Set it, alike on all engines, where engines must share although their files differ.",
+        "Which weights these are. By default a fingerprint of the model's files, the same wherever they lie, so that two "
+        "checkpoints under one served name never share. Set it, alike on all engines, where engines must share although their "
+        "files differ.",
     ),
     Setting(
         "weight_version",
