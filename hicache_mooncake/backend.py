@@ -24,7 +24,8 @@ from hicache_mooncake.client.geometry import GeometryError, PoolGeometry, of_poo
 from hicache_mooncake.client.identity import namespace_of
 from hicache_mooncake.client.mover_process import MoverUnavailable
 from hicache_mooncake.config import ConfigError, Settings, load_settings
-from hicache_mooncake.keys import Namespace, pack_hashes, split_hashes
+from hicache_mooncake.keys import Namespace, pack_hashes
+from hicache_mooncake.protocol import HASH_BYTES, select_hashes
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         hashes, bad = pack_hashes(keys)
         if bad:
             self.client.miss({"bad_key": len(bad)})
-            hashes = hashes[: bad[0] * 32]
+            hashes = hashes[: bad[0] * HASH_BYTES]
         return self.client.exists(pool.digest, hashes)
 
     # ------------------------------------------------------------------ v1: whole pages, zero copy
@@ -181,8 +182,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         if bad:
             self.client.miss({"bad_key": len(bad)})
             good = [i for i in range(len(keys)) if i not in set(bad)]  # type: ignore[assignment]
-            each = split_hashes(hashes)
-            hashes = b"".join(each[i] for i in good)
+            hashes = select_hashes(hashes, good)
             runs = len(geometry.runs)
             if addresses is not None:
                 addresses = array("q", [addresses[i * runs + r] for i in good for r in range(runs)])
@@ -247,7 +247,6 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             return verdict
         hashes, bad = pack_hashes(keys)
         self.client.miss({"bad_key": len(bad)})
-        each = split_hashes(hashes)
         by_size: dict[int, list[int]] = {}
         for i, tensor in enumerate(tensors):
             if i not in bad and tensor is not None and tensor.device.type == "cpu" and tensor.numel():
@@ -258,7 +257,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             held = [tensors[i].contiguous() for i in members]  # keeps copies alive for the call
             addresses = array("q", [tensor.data_ptr() for tensor in held])
             outcome = self.client.transfer_through_bounce(
-                op, self._flat_digest(pool, size), b"".join(each[i] for i in members), [size], addresses
+                op, self._flat_digest(pool, size), select_hashes(hashes, members), [size], addresses
             )
             for i, ok in zip(members, outcome.ok, strict=True):
                 verdict[i] = bool(ok)

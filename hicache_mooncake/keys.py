@@ -109,7 +109,3 @@ def pack_hashes(keys: Sequence[str]) -> tuple[bytes, list[int]]:
             bad.append(position)
             parts.append(bytes(HASH_BYTES))
     return b"".join(parts), bad
-
-
-def split_hashes(blob: bytes) -> list[bytes]:
-    return [blob[start : start + HASH_BYTES] for start in range(0, len(blob), HASH_BYTES)]

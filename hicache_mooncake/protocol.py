@@ -15,6 +15,8 @@ except the integers of a column.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 PROTOCOL_MIN = 1
@@ -419,6 +421,11 @@ def negotiate(their_min: int, their_max: int) -> int | None:
     """The newest version both sides speak, or None."""
     version = min(PROTOCOL_MAX, their_max)
     return version if version >= max(PROTOCOL_MIN, their_min) else None
+
+
+def select_hashes(hashes: bytes, which: Iterable[int]) -> bytes:
+    """The hashes at these positions of a blob, as a blob."""
+    return b"".join([hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in which])
 
 
 def count_hashes(hashes: bytes, limit: int = MAX_KEYS_PER_MESSAGE) -> int:

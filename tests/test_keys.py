@@ -12,11 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_mooncake.keys import Namespace, pack_hashes, split_hashes
+from hicache_mooncake.keys import Namespace, pack_hashes
 from tests.conftest import environment
 
 BASE = Namespace(model="m", family="MHATokenToKVPoolHost", dtype="torch.bfloat16", layout="page_first", page_size=64, layers=32,
                  heads=8, head_dim=128, run_bytes=(4096, 4096), tp_rank=0, tp_size=1)  # fmt: skip
+
+
+def split_hashes(blob: bytes) -> list[bytes]:
+    return [blob[at : at + 32] for at in range(0, len(blob), 32)]
 
 
 def other_value(value: Any) -> list[Any]:

@@ -170,7 +170,7 @@ class Mover:
         if time.monotonic() + _MIN_FETCH_S > deadline:
             reasons["deadline"] += len(wanted)
             return None
-        hashes = b"".join(job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES] for i in wanted)
+        hashes = p.select_hashes(job.hashes, wanted)
         fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes)
         for _attempt in (0, 1):
             reused = False
@@ -294,7 +294,7 @@ class Mover:
         self, batch: Batch, todo: list[int], ok: bytearray, reasons: Counter[str], deadline: float
     ) -> tuple[list[int], int, int]:
         job = batch.job
-        hashes = b"".join(job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES] for i in todo)
+        hashes = p.select_hashes(job.hashes, todo)
         reserved = self._link.ask(p.Reserve(job.namespace, hashes, batch.body_bytes), deadline)
         assert isinstance(reserved, p.Reserved)
         segment = self._link.segment

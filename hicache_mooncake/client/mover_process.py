@@ -81,7 +81,7 @@ class MoverProcess:
             left = deadline - time.monotonic()
             self._last_id += 1
             try:
-                batch = job(left * 0.8)
+                batch = job(left * 0.7)
                 batch.id = self._last_id
                 wire.send(batch, deadline=deadline - left * 0.1)
                 answer = wire.receive(_from_mover, deadline - left * 0.1)

@@ -10,13 +10,12 @@ import logging
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.node.store import Store
 from hicache_mooncake.transfer import tcp
-
-if TYPE_CHECKING:
-    from hicache_mooncake.node.service import Node
+from hicache_mooncake.transfer.mapping import Mapping
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +24,23 @@ _SEND_DEADLINE_S = 10.0
 _IDLE_S = 600.0
 
 
+class Holder(Protocol):
+    """Whose pages are served: a node."""
+
+    name: str
+    incarnation: bytes
+    store: Store
+    lock: threading.Lock
+    """Held around every call of the store."""
+    segment: Mapping
+
+    def new_owner(self) -> int: ...
+
+
 class DataServer:
     """A thread per reader. Counters are written under `_lock`."""
 
-    def __init__(self, node: Node, listener: socket.socket) -> None:
+    def __init__(self, node: Holder, listener: socket.socket) -> None:
         self._node = node
         self._listener = listener
         self._lock = threading.Lock()

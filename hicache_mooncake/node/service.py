@@ -29,8 +29,9 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings, join_address, split_address
 from hicache_mooncake.node.data_server import DataServer
 from hicache_mooncake.node.master_link import DEFAULT_MASTER_PORT, JoinFacts, MasterLink, Usage
-from hicache_mooncake.node.metrics import NodeMetrics, serve_metrics
+from hicache_mooncake.node.metrics import NodeMetrics
 from hicache_mooncake.node.store import Store
+from hicache_mooncake.observe import Observatory
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
 from hicache_mooncake.transfer.tcp import listen
@@ -110,12 +111,13 @@ class Node:
         self._cleanup.callback(self.link.close)
         if self.settings.metrics:
             try:
-                self.metrics_address, stop_metrics = serve_metrics(self.settings.metrics, NodeMetrics(self))
+                observatory = Observatory(self.settings.metrics, NodeMetrics(self.report, self._missed), self._health)
             except OSError as error:
                 raise NodeError(
                     f"--metrics {self.settings.metrics}: {error.strerror}. Free the port or choose port 0"
                 ) from error
-            self._cleanup.callback(stop_metrics)
+            self.metrics_address = observatory.address
+            self._cleanup.callback(observatory.stop)
         self.data.start()
         self._cleanup.callback(self.data.stop)
         self.link.start()
@@ -328,9 +330,8 @@ class Node:
         if not message.remote or not self.settings.masters:
             return p.Found(first_missing, first_missing)
         # The keys that are not here, in order: the first of them that nobody holds ends the prefix.
-        size = p.HASH_BYTES
         missing = [i for i in range(first_missing, count) if not column[i]]
-        wanted = b"".join(message.hashes[i * size : (i + 1) * size] for i in missing)
+        wanted = p.select_hashes(message.hashes, missing)
         reply = self.link.lookup(message.namespace, wanted, prefix=True, timeout_s=_LOOKUP_TIMEOUT_S)
         if reply is None:
             return p.Found(first_missing, first_missing, "master_down")
@@ -347,10 +348,9 @@ class Node:
             )
         peers: list[p.Peer] = []
         reason = ""
-        size = p.HASH_BYTES
         missing = [i for i, s in enumerate(status) if s == p.MISS]
         if missing and self.settings.masters:
-            wanted = b"".join(message.hashes[i * size : (i + 1) * size] for i in missing)
+            wanted = p.select_hashes(message.hashes, missing)
             reply = self.link.lookup(message.namespace, wanted, prefix=False, timeout_s=_LOOKUP_TIMEOUT_S)
             if reply is None:
                 reason = "master_down"
@@ -439,6 +439,14 @@ class Node:
                 time.sleep(0)  # let the handlers at the lock between two slices
             if went:
                 self.link.notify()
+
+    def _missed(self) -> dict[str, int]:
+        with self.lock:
+            return dict(self.missed)
+
+    def _health(self) -> tuple[bool, dict[str, object]]:
+        report = self.report()
+        return True, {"status": "ok", "node": report["name"], "master": report["master"], "objects": report["objects"]}
 
     def report(self) -> dict[str, int | float | str | bool]:
         """What `hicache-mooncake status` shows; counters since start."""

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import socket
-import socketserver
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
 import zmq
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from hicache_mooncake.config_values import join_address, split_address
+from hicache_mooncake.observe import Observatory
 from hicache_mooncake.protocol import (
     MAX_FRAME_BYTES,
     PROTOCOL_MAX,
@@ -54,7 +52,6 @@ SLICE_S = 0.005
 TICK_S = 0.05
 VIEW_S = 0.2
 STALLED_S = 10.0
-HTTP_TIMEOUT_S = 5.0
 
 _COUNTERS = {
     "joins": ("joins", "Joins accepted."),
@@ -119,12 +116,13 @@ class MasterServer:
         self._stopping = False
         self._context = zmq.Context(io_threads=1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._http: _HttpServer | None = None
+        self._http: Observatory | None = None
         try:
             self._socket, self.address = _bind(self._context, listen)
             self.metrics_address: str | None = None
             if metrics_listen:
-                self._http, self.metrics_address = _serve_http(metrics_listen, self)
+                self._http = _serve_http(metrics_listen, self)
+                self.metrics_address = self._http.address
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -313,7 +311,7 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], listen: str) -> tuple[zmq.Soc
 # --------------------------------------------------------------------------- HTTP
 
 
-class _Metrics:
+class _Metrics(Collector):  # type: ignore[misc]
     """A prometheus collector over the server's view."""
 
     def __init__(self, server: MasterServer) -> None:
@@ -330,57 +328,14 @@ class _Metrics:
             yield CounterMetricFamily(f"hicache_master_{name}", text, value=view.counters.get(field_name, 0))
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
-    _stopped = False
-
-    def server_bind(self) -> None:
-        socketserver.TCPServer.server_bind(self)  # not HTTPServer's: it asks DNS for this host's name, which can take seconds
-
-    def stop(self) -> None:
-        if not self._stopped:
-            self._stopped = True
-            self.shutdown()
-            self.server_close()
-
-
-class _HttpServer6(_HttpServer):
-    address_family = socket.AF_INET6
-
-
-def _serve_http(listen: str, server: MasterServer) -> tuple[_HttpServer, str]:
-    registry = CollectorRegistry()
-    registry.register(_Metrics(server))
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = HTTP_TIMEOUT_S
-
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            if path == "/metrics":
-                self._reply(200, "text/plain; version=0.0.4; charset=utf-8", generate_latest(registry))
-            elif path == "/health":
-                view = server.view
-                fine = time.monotonic() - view.at < STALLED_S
-                answer = {"status": "ok" if fine else "stalled", "nodes": view.nodes, "keys": view.keys}
-                self._reply(200 if fine else 503, "application/json", json.dumps(answer).encode())
-            else:
-                self._reply(404, "text/plain", b"/metrics or /health\n")
-
-        def _reply(self, status: int, kind: str, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+def _serve_http(listen: str, server: MasterServer) -> Observatory:
+    def health() -> tuple[bool, dict[str, object]]:
+        view = server.view
+        well = time.monotonic() - view.at < STALLED_S
+        return well, {"status": "ok" if well else "stalled", "nodes": view.nodes, "keys": view.keys}
 
     host, port = _split(listen, "metrics", None)
     try:
-        http = (_HttpServer6 if ":" in host else _HttpServer)((host, port), Handler)
+        return Observatory(join_address(host, port), _Metrics(server), health)
     except OSError as error:
         raise _cannot_bind(listen, "metrics", error) from error
-    threading.Thread(target=http.serve_forever, name="metrics", daemon=True).start()
-    return http, join_address(host, http.server_address[1])
