@@ -45,6 +45,26 @@ def test_bad_requests_are_errors_and_change_nothing() -> None:
     allocator.validate()
 
 
+def test_a_quarter_of_a_million_cycles_leave_nothing_behind() -> None:
+    """P83: uniform and mixed sizes, always half full; afterwards it is one free block again, and so are its books."""
+    rng = random.Random(1)
+    allocator = Allocator(512 * GRANULE)
+    live: list[int] = []
+    for _ in range(250_000):
+        if len(live) > 100 or (live and rng.random() < 0.5):
+            at = rng.randrange(len(live))
+            live[at], live[-1] = live[-1], live[at]
+            allocator.free(live.pop())
+        else:
+            offset = allocator.allocate(rng.choice((1, 1, 1, 2, 3)) * GRANULE)
+            if offset is not None:
+                live.append(offset)
+    for offset in live:
+        allocator.free(offset)
+    allocator.validate()
+    assert (allocator.used, allocator._size_of_free, allocator._size_of_used) == (0, {0: allocator.capacity}, {})
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 300 * GRANULE)), max_size=120), st.integers(0, 2**32))
 def test_any_sequence_keeps_every_byte_in_one_block(steps: list[tuple[bool, int]], seed: int) -> None:

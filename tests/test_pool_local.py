@@ -377,6 +377,44 @@ def test_a_second_cold_rank_finds_what_the_first_wrote(start_node: StartNode, ma
     assert second.load(NS, pages).ok == b"\x01" * 8
 
 
+def test_a_page_that_is_found_is_whole_at_once(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
+    """P12 P25: one rank stores, another asks without pause; the moment a page is found, its bytes are right."""
+    node = start_node()
+    writer, reader = make_rank(node, page_bytes=1 << 20, deadline_s=7.0), make_rank(node, page_bytes=1 << 20, deadline_s=7.0)
+    batches = [hashes(*((batch, i) for i in range(16))) for batch in range(8)]
+    done = threading.Event()
+
+    def write() -> None:
+        for pages in batches:
+            writer.store(NS, pages)
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    seen = 0
+    while not done.is_set() or seen == 0:
+        for pages in batches:
+            found = reader.exists(NS, pages)
+            if found:
+                assert reader.load(NS, pages[:found]).ok == b"\x01" * found
+                seen += found
+    thread.join()
+    assert all(reader.load(NS, pages).ok == b"\x01" * 16 for pages in batches)
+
+
+def test_a_node_prints_the_configuration_it_runs_with(start_node: StartNode) -> None:
+    """P116."""
+    node = start_node(dram="8MiB", extra=("--high-watermark", "0.8", "--low-watermark", "0.7"))
+    assert node.log is not None
+    text = node.log.read_text()
+    assert "dram_bytes=8388608 (--dram)" in text
+    assert "high_watermark=0.8" in text
+    command = [sys.executable, "-m", "hicache_mooncake.cli", "node", "--high-watermark", "0.5", "--low-watermark", "0.9"]
+    refused = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30, check=False)
+    assert refused.returncode != 0
+    assert "watermark" in refused.stderr
+
+
 def test_clear_is_for_its_own_namespace(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
     """P126."""
     rank = make_rank(start_node())
