@@ -128,8 +128,7 @@ def test_node_killed_between_lookup_and_load(cluster: Callable[..., Cluster]) ->
     assert outcome.ok == bytes(4)
     assert outcome.reasons == {"peer_down": 4}
     node_a.start()
-    wait_until(lambda: is_joined(b), 20)
-    assert b.exists(NS, pages) == 0, "its new life holds nothing, and the master knows"
+    wait_until(lambda: b.exists(NS, pages) == 0, 20, "its new life holds nothing, and the master knows")
     wait_until(lambda: a.store(NS, pages).ok == b"\x01" * 4, 10)
     found_everywhere(b, pages, 4)
     wait_until(lambda: b.load(NS, pages).ok == b"\x01" * 4, 15)

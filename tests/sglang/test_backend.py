@@ -411,9 +411,13 @@ def test_the_factory_builds_it_by_the_dynamic_name(node: NodeProcess) -> None:
     exercise(backend, pool)
 
 
-def test_the_factory_builds_it_by_the_name_mooncake_after_the_plugin(node: NodeProcess) -> None:
+def test_the_factory_builds_it_by_the_name_mooncake_after_the_plugin(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hicache_mooncake import plugin
 
+    monkeypatch.setenv("SGLANG_HICACHE_MOONCAKE_REUSE_TE", "0")  # what the plugin would set, and nobody would take back
+    monkeypatch.setattr(plugin, "summary", "")
     registry = dict(StorageBackendFactory._registry)
     try:
         plugin.activate()

@@ -34,6 +34,8 @@ class ProcessError(Exception):
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(message)
         self.log = log
+        if log is not None and (lines := tail(log)):
+            self.add_note(f"{log}:\n{lines}")  # shown with a traceback, where the log itself may be gone by the time it is read
 
 
 class ManagedProcess:
