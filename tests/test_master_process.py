@@ -21,7 +21,8 @@ import zmq
 from hicache_master.server import MasterError, MasterServer, run_master
 
 from hicache_mooncake.node import master_link
-from hicache_mooncake.node.master_link import Breaker, JoinFacts, Keys, MasterLink, Usage
+from hicache_mooncake.node.master_link import JoinFacts, Keys, MasterLink, Usage
+from hicache_mooncake.node.master_lookup import Breaker
 from hicache_mooncake.protocol import ClusterReport, LookupReply
 
 NS = b"n" * 16

@@ -1,4 +1,4 @@
-"""The node's side of the metadata masters: one thread that keeps them up to date, and lookups from any thread."""
+"""The node's side of the metadata masters: one thread that keeps them up to date, and the way to lookups from any thread."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import msgspec
 import zmq
 
 from hicache_mooncake.config_values import join_address, split_address
+from hicache_mooncake.node.master_lookup import Asker, connect_dealer
 from hicache_mooncake.protocol import (
     HASH_BYTES,
-    MAX_FRAME_BYTES,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
     Beat,
@@ -53,14 +53,11 @@ UNASKED_DRAIN_S = 0.1
 MAX_OUTBOX_MESSAGES = 4_096
 """Messages that wait for a master that reads slowly. Beyond it they are dropped, and the master asks for a snapshot."""
 SNAPSHOT_PARTS_PER_PASS = 8
-SEND_HWM = 16
 CONNECT_S = 1.0
 JOIN_ANSWER_S = 3.0
 SILENT_S = 15.0
 BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 10.0
-BREAKER_S = (0.5, 5.0)
-MAX_LOOKUPS_AT_ONCE = 64
 
 Keys = list[tuple[bytes, bytes]]
 """Pairs of (namespace, blob of 32-byte hashes)."""
@@ -105,143 +102,6 @@ class ChangeSource(Protocol):
 
     def usage(self) -> Usage:
         """Figures for the heartbeat."""
-
-
-class Breaker:
-    """Closed, or open until a time; then one caller may try while the others are still refused. Time comes in; not
-    thread-safe."""
-
-    def __init__(self, first_s: float = BREAKER_S[0], most_s: float = BREAKER_S[1]) -> None:
-        self._first_s, self._most_s = first_s, most_s
-        self._open_s = 0.0
-        self._until = 0.0
-        self._probing = False
-
-    def allows(self, now: float, timeout_s: float) -> bool:
-        """May this call be tried? A probe that says yes keeps the others out for `timeout_s`."""
-        if not self._open_s:
-            return True
-        if now < self._until:
-            return False
-        self._until = now + timeout_s
-        self._probing = True
-        return True
-
-    def succeeded(self) -> None:
-        self._open_s = 0.0
-        self._probing = False
-
-    def failed(self, now: float) -> None:
-        if self._open_s and not self._probing:
-            return  # one of several calls that failed together
-        self._probing = False
-        self._open_s = min(2 * self._open_s, self._most_s) or self._first_s
-        self._until = now + self._open_s
-
-
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], master: str) -> zmq.Socket[bytes]:
-    """A new socket, so that the name is resolved anew. It takes messages only while it is connected."""
-    host, _ = split_address(master)
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.IMMEDIATE, 1)
-    dealer.setsockopt(zmq.SNDHWM, SEND_HWM)
-    dealer.setsockopt(zmq.RCVHWM, SEND_HWM)
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-    dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-    dealer.setsockopt(zmq.IPV6, int(":" in host))
-    try:
-        dealer.connect(f"tcp://{master}")
-    except zmq.ZMQError:
-        dealer.close()
-        raise
-    return dealer
-
-
-# --------------------------------------------------------------------------- questions
-
-
-class _Asker:
-    """Questions to one master, from any thread: a pool of sockets, each used by one caller at a time, and a breaker."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], master: str) -> None:
-        self._context = context
-        self._master = master
-        self._lock = threading.Lock()
-        self._breaker = Breaker()
-        self._idle: list[zmq.Socket[bytes]] = []
-        self._room = threading.BoundedSemaphore(MAX_LOOKUPS_AT_ONCE)
-        self._decoder = decoder(FromMaster)
-        self._closed = False
-
-    def allows(self, timeout_s: float) -> bool:
-        with self._lock:
-            return not self._closed and self._breaker.allows(time.monotonic(), timeout_s)
-
-    def ask(self, question: Message, timeout_s: float, is_answer: Callable[[Message], bool]) -> Message | None:
-        """The answer, or None after at most `timeout_s`; then the breaker is open."""
-        deadline = time.monotonic() + timeout_s
-        if not self._room.acquire(timeout=timeout_s):
-            return None  # says nothing about the master
-        dealer: zmq.Socket[bytes] | None = None
-        answer: Message | None = None
-        try:
-            with self._lock:
-                dealer = self._idle.pop() if self._idle else None
-            if dealer is None:
-                dealer = _dealer(self._context, self._master)
-            answer = self._exchange(dealer, encode(question), deadline, is_answer)
-        except (zmq.ZMQError, msgspec.MsgspecError, ValueError):
-            answer = None
-        finally:
-            self._put_back(dealer, answer is not None)
-            self._room.release()
-        return answer
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for dealer in idle:
-            dealer.close()
-
-    def drained(self, deadline: float) -> bool:
-        """Wait until no question is under way. Once, after `close`."""
-        return all(self._room.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(MAX_LOOKUPS_AT_ONCE))
-
-    def _exchange(
-        self, dealer: zmq.Socket[bytes], body: bytes, deadline: float, is_answer: Callable[[Message], bool]
-    ) -> Message | None:
-        if not dealer.poll(_milliseconds(deadline), zmq.POLLOUT):
-            return None
-        dealer.send(body, zmq.NOBLOCK)
-        while dealer.poll(_milliseconds(deadline), zmq.POLLIN):
-            message = self._decoder.decode(dealer.recv(zmq.NOBLOCK))
-            if is_answer(message):
-                return message
-        return None
-
-    def _put_back(self, dealer: zmq.Socket[bytes] | None, succeeded: bool) -> None:
-        drop = [] if dealer is None else [dealer]
-        with self._lock:
-            if succeeded and dealer is not None:
-                self._breaker.succeeded()
-                if not self._closed:
-                    self._idle.append(dealer)
-                    drop = []
-            else:
-                # A socket whose answer may still come is not used again, and the idle ones are no better than it.
-                self._breaker.failed(time.monotonic())
-                drop += self._idle
-                self._idle = []
-        for old in drop:
-            old.close()
-
-
-def _milliseconds(deadline: float) -> int:
-    return max(0, int((deadline - time.monotonic()) * 1000 + 0.999))
 
 
 # --------------------------------------------------------------------------- the stream of updates
@@ -348,7 +208,7 @@ class _Session:
 
     def _connect(self, now: float) -> None:
         try:
-            self.socket = _dealer(self.link.context, self.master)
+            self.socket = connect_dealer(self.link.context, self.master)
         except zmq.ZMQError as error:
             self._fail(f"cannot be connected to: {error.strerror}")
             return
@@ -585,7 +445,7 @@ class MasterLink:
             self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._sessions = [_Session(self, master) for master in self.masters]
-            self._askers = [_Asker(self.context, master) for master in self.masters]
+            self._askers = [Asker(self.context, master) for master in self.masters]
         else:
             self._sessions, self._askers = [], []
 
@@ -668,7 +528,7 @@ class MasterLink:
         with self._count_lock:
             self.counters[name] += by
 
-    def _first_healthy(self, timeout_s: float) -> _Asker | None:
+    def _first_healthy(self, timeout_s: float) -> Asker | None:
         joined = [session.answers for session in self._sessions]
         for wanted in (True, False):
             for asker, is_joined, session in zip(self._askers, joined, self._sessions, strict=True):
