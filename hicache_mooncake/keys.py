@@ -109,3 +109,9 @@ def pack_hashes(keys: Sequence[str]) -> tuple[bytes, list[int]]:
             bad.append(position)
             parts.append(bytes(HASH_BYTES))
     return b"".join(parts), bad
+
+
+def checksum_seed(namespace: bytes, page_hash: bytes) -> int:
+    """Seed of a page's xxh3-64: its identity. Bytes of another page, however whole, then fail the checksum, so no mix-up on
+    the way (a slot, a connection, an answer that belongs to another request) can deliver one page as another."""
+    return int.from_bytes(namespace[:8], "little") ^ int.from_bytes(page_hash[:8], "little")

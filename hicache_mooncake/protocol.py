@@ -97,7 +97,7 @@ MISS, LOCAL, REMOTE, WRONG_LENGTH = 0, 1, 2, 3
 
 class Located(Message):
     """Columns, one entry per key: status (MISS, LOCAL, REMOTE, WRONG_LENGTH), segment offset (LOCAL) or index into `peers`
-    (REMOTE), xxh3-64 of the body (LOCAL; remote ones come with the bytes)."""
+    (REMOTE), xxh3-64 of the body, seeded with the page's identity (LOCAL; remote ones come with the bytes)."""
 
     pin: int
     status: bytes
@@ -267,6 +267,7 @@ class Fetch(Message):
     namespace: bytes
     hashes: bytes
     length: int
+    id: int = 0
 
 
 class FetchReply(Message):
@@ -274,6 +275,8 @@ class FetchReply(Message):
     incarnation: bytes
     status: bytes
     checksum: list[int]
+    id: int = 0
+    """Of the Fetch that this answers."""
 
 
 # --------------------------------------------------------------------------- node <-> master

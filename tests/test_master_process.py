@@ -340,6 +340,23 @@ def test_a_clear_reaches_the_other_nodes(masters, links) -> None:
     eventually(lambda: found(c, 1) == [""])
 
 
+def test_a_clear_while_the_master_is_away_reaches_the_other_nodes_when_it_is_back(masters, links, monkeypatch) -> None:
+    """The master is away for so long that the links have given its connection up; the other node joins after the one that
+    cleared, or before: either way it hears of it."""
+    monkeypatch.setattr(master_link, "SILENT_S", 0.2)
+    master = masters()
+    a, own = links("a", master.address)
+    others = [links(name, master.address) for name in "bc"]
+    eventually(lambda: all(link.state == "joined" for link in (a, *(link for link, _ in others))))
+    master.kill()
+    eventually(lambda: all("unreachable" in link.state for link in (a, *(link for link, _ in others))))
+    a.clear_namespace(NS)
+    time.sleep(0.5)
+    masters(master.port)
+    eventually(lambda: all(source.cleared[:1] == [NS] for _, source in others))
+    assert own.cleared == []
+
+
 def test_with_two_masters_either_can_die(masters, links) -> None:
     first, second = masters(), masters()
     a, source = links("a", first.address, second.address)

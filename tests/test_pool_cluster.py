@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
+from hicache_mooncake.testing.local import FakeRank, free_port, page_hash, pattern
 from hicache_mooncake.transfer import tcp
 from tests.conftest import MasterProcess, NodeProcess, wait_until
 from tests.test_pool_local import Admin
@@ -72,7 +72,7 @@ def test_what_one_host_stores_the_other_loads(cluster: Callable[..., Cluster], m
     outcome = b.load(NS, pages)
     assert outcome.ok == b"\x01" * 12, outcome.reasons
     assert (outcome.local_bytes, outcome.remote_bytes) == (0, 12 * b.page_bytes)
-    assert report_of(a)["remote_sent_bytes"] == 12 * a.page_bytes
+    wait_until(lambda: report_of(a)["remote_sent_bytes"] == 12 * a.page_bytes, 5)
 
 
 def test_a_chain_spread_over_both_hosts_is_one_prefix(cluster: Callable[..., Cluster]) -> None:
@@ -172,6 +172,59 @@ def test_a_frozen_peer_takes_nothing_from_a_healthy_one(
     assert b.load(NS, from_c).ok == b"\x01" * 4
     node_a.signal(signal.SIGCONT)
     third.close()
+
+
+def test_two_nodes_at_one_address_never_answer_for_each_other(
+    start_master: Callable[[], MasterProcess], start_node: Callable[..., NodeProcess]
+) -> None:
+    """The same --advertise on two hosts: pages of the one that is not there are misses, never the other one's bytes."""
+    master, port = start_master(), free_port()
+    address = f"127.0.0.1:{port}"
+    ranks = [
+        FakeRank(start_node(name, "16MiB", (master.address,), extra).settings())
+        for name, extra in (("a", ("--listen", address)), ("b", ("--advertise", address)), ("c", ()))
+    ]
+    a, b, c = ranks
+    for turn in range(5):
+        from_a, from_b = hashes(*((turn, "a", i) for i in range(4))), hashes(*((turn, "b", i) for i in range(4)))
+        a.store(NS, from_a)
+        b.store(NS, from_b)
+        found_everywhere(c, [*from_a, *from_b], 8)
+        assert c.load(NS, [*from_a, *from_b]).ok == b"\x01" * 4 + bytes(4)
+        assert c.load(NS, [*from_b, *from_a]).ok == bytes(4) + b"\x01" * 4
+    for rank in ranks:
+        rank.close()
+
+
+def test_black_holes_do_not_cost_the_pages_that_are_here(
+    cluster: Callable[..., Cluster], start_node: Callable[..., NodeProcess]
+) -> None:
+    """A rack that fails: connecting to its nodes takes what time it takes, but only after the local pages are copied."""
+    master, _, _, a, b = cluster(deadline_s=1.0)
+    holes, lost = [], []
+    for number in range(4):
+        hole = socket.create_server(("127.0.0.1", 0), backlog=0)
+        plug = [socket.socket() for _ in range(4)]  # fills the backlog: later connections get no answer at all
+        for sock in plug:
+            sock.setblocking(False)
+            sock.connect_ex(hole.getsockname())
+        holes += [hole, *plug]
+        extra = ("--advertise", f"127.0.0.1:{hole.getsockname()[1]}")
+        rank = FakeRank(start_node(f"hole{number}", "1MiB", (master.address,), extra).settings())
+        lost += hashes(("lost", number))
+        rank.store(NS, lost[-1:])
+        rank.close()
+    own, healthy = hashes("own", "own2"), hashes("healthy")
+    b.store(NS, own)
+    a.store(NS, healthy)
+    found_everywhere(b, [*lost, *own, *healthy], 7)
+    assert b.load(NS, healthy).ok == b"\x01", "now there is a connection to the healthy one"
+    started = time.monotonic()
+    outcome = b.load(NS, [*lost, *own, *healthy])
+    assert time.monotonic() - started < 1.2
+    assert outcome.ok == bytes(4) + b"\x01" * 3, outcome.reasons
+    for sock in holes:
+        sock.close()
 
 
 def test_damage_at_the_holder_is_a_miss_at_the_reader(cluster: Callable[..., Cluster]) -> None:

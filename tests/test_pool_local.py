@@ -957,3 +957,88 @@ def test_an_embedded_node_that_cannot_start_is_tried_ever_more_seldom(tmp_path: 
         time.sleep(0.01)
     assert 1 <= len(tries) <= 2
     client.close()
+
+
+def test_bytes_of_another_page_fail_the_checksum(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
+    """Whole, undamaged, and somebody else's: the checksum is seeded with the page's identity."""
+    node = start_node()
+    rank = make_rank(node)
+    one, two = hashes("one", "two")
+    rank.store(NS, [one, two])
+    admin = Admin(node)
+    located = admin.ask(p.Locate(NS, one + two, rank.page_bytes))
+    assert isinstance(located, p.Located)
+    admin.wire.send(p.Release(located.pin))
+    # The other page's record and body are taken for this one's, both as they are: an index that went wrong.
+    reserved = admin.ask(p.Reserve(NS, page_hash("three"), rank.page_bytes))
+    assert isinstance(reserved, p.Reserved)
+    size = rank.page_bytes
+    body = bytes(admin.segment.view[located.where[0] : located.where[0] + size])
+    admin.segment.view[reserved.where[0] : reserved.where[0] + size] = body
+    admin.ask(p.Commit(reserved.txn, b"\x01", [located.checksum[0]]))
+    outcome = rank.transfer("load", NS, hashes("three"))
+    assert outcome.ok == b"\x00"
+    assert outcome.reasons == {"checksum": 1}
+    assert rank.load(NS, [one, two]).ok == b"\x01\x01"
+    admin.close()
+
+
+def test_a_node_that_gets_no_thread_turns_a_client_away_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container at its limit of processes."""
+    from hicache_mooncake.node.service import Node
+
+    settings = load_settings({}, {}, {"socket": str(tmp_path / "n.sock"), "dram": "1MiB", "node": "embedded"})[0]
+    node = Node(settings)
+    node.start()
+    start = threading.Thread.start
+    failures = iter([True, True])
+
+    def failing(self: threading.Thread) -> None:
+        if self.name.startswith("client-") and next(failures, False):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    try:
+        for _ in range(2):
+            wire = connect(settings.socket, 2.0)
+            with pytest.raises(WireClosed):
+                wire.receive(p.decoder(p.FromNode), time.monotonic() + 5)
+            wire.close()
+        wire = connect(settings.socket, 2.0)
+        wire.send(p.Hello(1, 1, "query", "third"))
+        assert isinstance(wire.receive(p.decoder(p.FromNode), time.monotonic() + 5), p.Welcome)
+        wire.close()
+        assert node.connections_refused == 2
+    finally:
+        node.stop()
+
+
+def test_a_mover_starts_again_though_calls_are_short(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
+    """Starting a process may take longer than a call may: it is done beside the calls."""
+    rank = make_rank(start_node(), deadline_s=0.06)
+    wait_until(lambda: rank.store(NS, hashes("a")).ok == b"\x01", 10)
+    for role in ("load", "store"):
+        pid = rank.client.mover_pids()[role]
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: rank.load(NS, hashes("a")).ok == b"\x01", 20)
+    wait_until(lambda: rank.store(NS, hashes("b")).ok == b"\x01", 20)
+
+
+def test_movers_work_where_pidfds_do_not(start_node: StartNode, tmp_path: Path) -> None:
+    """Some sandboxes have no pidfd_open."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\ndef none(*_):\n    raise OSError(38, 'not implemented')\nos.pidfd_open = none\n"
+    )
+    program = (
+        "from hicache_mooncake.config import load_settings\n"
+        "from hicache_mooncake.testing.local import FakeRank, page_hash\n"
+        f"rank = FakeRank(load_settings({{}}, {{}}, {{'socket': {start_node().socket!r}, 'node': 'external'}})[0])\n"
+        "print(rank.mode, rank.store(b'n' * 16, [page_hash(1)]).ok, rank.load(b'n' * 16, [page_hash(1)]).ok)\n"
+        "rank.close()\n"
+    )
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["memfd", "b'\\x01'", "b'\\x01'"]

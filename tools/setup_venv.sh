@@ -59,6 +59,7 @@ install_torch() {
 check() {
     PYTHONPATH=hicache_mooncake/testing/sglang_cpu/shims SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" - <<'PYTHON'
 import hicache_master, hicache_mooncake, torch, torchvision  # noqa: F401
+import sglang.srt.mem_cache.hicache_storage  # noqa: F401
 from importlib.metadata import entry_points, version
 
 plugins = {entry.name for entry in entry_points(group="sglang.srt.plugins")}
@@ -71,7 +72,7 @@ if torch.version.cuda is not None:
 PYTHON
 }
 
-if ! "$venv/bin/python" -c '' 2>/dev/null; then
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         die "$python has no venv module. On Debian and Ubuntu: sudo apt install python3-venv (or python3.N-venv for that version)"

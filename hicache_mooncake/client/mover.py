@@ -11,6 +11,7 @@ Started as `python -m hicache_mooncake.client.mover FD`; ends when the engine's 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
+from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
 from hicache_mooncake.transfer.peers import Peers, peer_closed
 from hicache_mooncake.transfer.tcp import PeerConnection
@@ -32,6 +34,8 @@ from hicache_mooncake.wire import Wire, WireClosed
 _to_mover = p.decoder(p.ToMover)
 
 _MIN_FETCH_S = 0.005
+_CONNECTING_S = 0.5
+"""For all peers of a batch that have to be connected to, together."""
 _BLAME_AFTER_S = 0.2
 """A peer that was waited for this long and did not send is at fault; one that we had no time left for is not."""
 _NO_ROOM_RETRIES_S = (0.01, 0.03)
@@ -40,7 +44,8 @@ _NO_ROOM_RETRIES_S = (0.01, 0.03)
 class Fetching:
     """Pages asked for from one peer, whose answer is still to be read."""
 
-    def __init__(self, peer: p.Peer, connection: PeerConnection, wanted: list[int]) -> None:
+    def __init__(self, peer: p.Peer, connection: PeerConnection, wanted: list[int], fetch_id: int) -> None:
+        self.fetch_id = fetch_id
         self.peer = peer
         self.connection = connection
         self.wanted = wanted
@@ -63,6 +68,9 @@ class Batch:
                 f"batch of {self.count} keys does not match its {len(self._addresses or self._pages)} addresses"
             )
 
+    def seed(self, i: int) -> int:
+        return checksum_seed(self.job.namespace, self.job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES])
+
     def addresses(self, i: int) -> Sequence[int]:
         if self._addresses:
             runs = len(self.lengths)
@@ -78,20 +86,25 @@ class Mover:
         self._memory = memory
         self._link = link
         self._peers = Peers()
+        self._last_fetch = 0
         # A child that the engine forks holds the engine's end of our socket open: its end alone does not tell that it is gone.
-        self._engine = os.pidfd_open(engine_pid)
+        self._engine_pid = engine_pid
+        self._engine: int | None = None
+        with contextlib.suppress(OSError):  # not in every sandbox: then we look who our parent is
+            self._engine = os.pidfd_open(engine_pid)
 
     def wait(self, wire: Wire) -> bool:
         """Until there is a batch, or the engine is gone (False). Meanwhile a node that ends is let go of."""
         while True:
             poll = select.poll()
             poll.register(wire.fileno(), select.POLLIN)
-            poll.register(self._engine, select.POLLIN)
+            if self._engine is not None:
+                poll.register(self._engine, select.POLLIN)
             node = self._link.idle_fileno()
             if node is not None:
                 poll.register(node, select.POLLIN)
-            ready = {fd for fd, _ in poll.poll()}
-            if self._engine in ready:
+            ready = {fd for fd, _ in poll.poll(None if self._engine is not None else 1000)}
+            if self._engine in ready or (self._engine is None and os.getppid() != self._engine_pid):
                 return False
             if node in ready:
                 self._link.drop()
@@ -121,22 +134,23 @@ class Mover:
         assert isinstance(located, p.Located)
         segment = self._link.segment
         assert segment is not None
-        by_peer: dict[int, list[int]] = {}
+        by_peer: dict[tuple[str, int], tuple[p.Peer, list[int]]] = {}
         local: list[int] = []
         for i, status in enumerate(located.status):
             if status == p.LOCAL:
                 local.append(i)
             elif status == p.REMOTE:
-                by_peer.setdefault(located.where[i], []).append(i)
+                peer = located.peers[located.where[i]]
+                by_peer.setdefault((peer.host, peer.port), (peer, []))[1].append(i)
             else:
                 reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
         peer_down: list[str] = []
-        # The peers start sending while the local pages are copied.
-        fetches = [
-            fetching
-            for at, wanted in by_peer.items()
-            if (fetching := self._request(located.peers[at], batch, wanted, deadline, reasons, peer_down)) is not None
-        ]
+        fetches: list[Fetching] = []
+        # Peers that we are connected to start sending while the local pages are copied; others are connected to afterwards,
+        # since one that does not answer must not cost the pages that are here.
+        connected, others = self._peers.split(list(by_peer.values()))
+        for peer, wanted in connected:
+            self._request(peer, batch, wanted, deadline, reasons, peer_down, fetches)
         bad = bytearray()
         loaded = 0
         for i in local:
@@ -146,7 +160,7 @@ class Mover:
             offset = located.where[i]
             body = segment.view[offset : offset + batch.body_bytes]
             try:
-                arrived = self._memory.load(body, segment.address + offset, batch.addresses(i), batch.lengths)
+                arrived = self._memory.load(body, segment.address + offset, batch.addresses(i), batch.lengths, batch.seed(i))
             except EngineMemoryError:
                 reasons["engine_memory"] += 1
                 continue
@@ -157,32 +171,46 @@ class Mover:
                 reasons["checksum"] += 1
                 bad += job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES]
         self._link.tell(p.Release(located.pin, job.namespace, bytes(bad), loaded=loaded), deadline + 0.1)
+        connecting_until = min(deadline, time.monotonic() + _CONNECTING_S)
+        for peer, wanted in others:
+            self._request(peer, batch, wanted, deadline, reasons, peer_down, fetches, connecting_until)
         remote_bytes = self._receive_all(fetches, batch, ok, reasons, deadline, peer_down)
         if peer_down:
             self._link.tell(p.Release(0, peer_down=peer_down), deadline + 0.1)
         return loaded * batch.body_bytes, remote_bytes
 
     def _request(
-        self, peer: p.Peer, batch: Batch, wanted: list[int], deadline: float, reasons: Counter[str], peer_down: list[str]
-    ) -> Fetching | None:
+        self,
+        peer: p.Peer,
+        batch: Batch,
+        wanted: list[int],
+        deadline: float,
+        reasons: Counter[str],
+        peer_down: list[str],
+        fetches: list[Fetching],
+        connecting_until: float = 0.0,
+    ) -> None:
         """Send the Fetch. A reused connection that is dead is made anew once."""
         job = batch.job
         if time.monotonic() + _MIN_FETCH_S > deadline:
             reasons["deadline"] += len(wanted)
-            return None
+            return
+        self._last_fetch += 1
         hashes = p.select_hashes(job.hashes, wanted)
-        fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes)
+        fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes, self._last_fetch)
+        connecting_until = connecting_until or min(deadline, time.monotonic() + _CONNECTING_S)
         for _attempt in (0, 1):
             reused = False
             try:
-                got = self._peers.get(peer, deadline)
+                got = self._peers.get(peer, connecting_until)
                 if got is None:
                     break  # its breaker is open
                 connection, reused = got
                 if reused and peer_closed(connection.sock):
                     raise ConnectionError("idle connection was closed by the peer")
                 connection.request(fetch, deadline)
-                return Fetching(peer, connection, wanted)
+                fetches.append(Fetching(peer, connection, wanted, self._last_fetch))
+                return
             except (OSError, TimeoutError):
                 if not reused:
                     self._peers.failed(peer)
@@ -190,7 +218,6 @@ class Mover:
                     break
                 self._peers.drop(peer)
         reasons["peer_down"] += len(wanted)
-        return None
 
     def _receive_all(
         self,
@@ -234,7 +261,7 @@ class Mover:
         started = time.monotonic()
         try:
             reply = connection.reply(deadline)
-            if len(reply.status) != len(wanted) or len(reply.checksum) != len(wanted):
+            if reply.id != fetching.fetch_id or not len(reply.status) == len(reply.checksum) == len(wanted):
                 raise p.ProtocolError("reply does not match the request")
             held: list[tuple[int, int]] = []
             for i, status, checksum in zip(wanted, reply.status, reply.checksum, strict=True):
@@ -243,7 +270,8 @@ class Mover:
                 else:
                     reasons["wrong_length" if status == p.WRONG_LENGTH else "gone_remote"] += 1
                     settled += 1
-            bodies = self._memory.receive(connection.source(deadline), [batch.addresses(i) for i, _ in held], batch.lengths)
+            places, seeds = [batch.addresses(i) for i, _ in held], [batch.seed(i) for i, _ in held]
+            bodies = self._memory.receive(connection.source(deadline), places, batch.lengths, seeds)
             for (i, checksum), arrived in zip(held, bodies, strict=True):
                 received += batch.body_bytes
                 if arrived == checksum:
@@ -318,7 +346,8 @@ class Mover:
                 else:
                     body = segment.view[offset : offset + batch.body_bytes]
                     try:
-                        checksum = self._memory.store(batch.addresses(i), batch.lengths, body, segment.address + offset)
+                        at = segment.address + offset
+                        checksum = self._memory.store(batch.addresses(i), batch.lengths, body, at, batch.seed(i))
                         good = 1
                     except EngineMemoryError:
                         reasons["engine_memory"] += 1

@@ -48,6 +48,7 @@ class MoverProcess:
         self._attach: tuple[p.Attach, tuple[int, ...]] | None = None
         self._restart = Backoff(_RESTART_FIRST_S, _RESTART_MAX_S)
         self._last_id = 0
+        self._starting = False
 
     @property
     def pid(self) -> int | None:
@@ -72,11 +73,11 @@ class MoverProcess:
             raise MoverUnavailable("busy", f"the {self.role} mover was busy for {timeout_s * 0.5:.1f} s")
         try:
             if self._wire is None:
-                if not self._restart.due():
-                    raise MoverUnavailable("mover_down", "the mover is being restarted")
-                self._start(deadline)
+                if self._attach is None:
+                    raise MoverUnavailable("not_attached", "no memory is attached")
+                self._start_beside_calls()
+                raise MoverUnavailable("mover_down", "the mover is being started")
             wire = self._wire
-            assert wire is not None
             # The mover stops by itself first, then the rank stops waiting and kills it; both inside the deadline.
             left = deadline - time.monotonic()
             self._last_id += 1
@@ -90,6 +91,7 @@ class MoverProcess:
             except WireTimeout as error:
                 self.fenced += 1
                 self._fail()
+                self._start_beside_calls()
                 raise MoverUnavailable("fenced", f"no answer from the {self.role} mover in {left * 0.9:.1f} s") from error
             except (WireClosed, p.ProtocolError) as error:
                 self._fail()
@@ -109,6 +111,26 @@ class MoverProcess:
         with self._lock:
             self._attach = None
             self._stop()
+
+    def _start_beside_calls(self) -> None:
+        """Start a mover that was killed on a thread of its own, with all the time that it needs on a busy host."""
+        if self._starting or not self._restart.due():
+            return
+        self._starting = True
+
+        def work() -> None:
+            try:
+                with self._lock, contextlib.suppress(MoverUnavailable):
+                    if self._attach is not None and self._wire is None:
+                        self._start(time.monotonic() + _START_S)
+            finally:
+                self._starting = False
+
+        try:
+            threading.Thread(target=work, name=f"start-{self.role}-mover", daemon=True).start()
+        except RuntimeError:  # no more threads: tried again by a later call
+            self._starting = False
+            self._restart.failed()
 
     # ------------------------------------------------------------------ inside, under the lock
 

@@ -152,4 +152,8 @@ class NodeQueries:
             finally:
                 self._starting = False
 
-        threading.Thread(target=work, name="embedded-node", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="embedded-node", daemon=True).start()
+        except RuntimeError:  # no more threads: tried again later
+            self._starting = False
+            self._start_node.failed()

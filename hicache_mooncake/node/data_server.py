@@ -14,12 +14,14 @@ from typing import Protocol
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.node.store import Store
+from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping
 
 log = logging.getLogger(__name__)
 
-_MAX_READERS = 1024
+_MAX_READERS = 8192
+"""One a rank of each other host."""
 _SEND_DEADLINE_S = 10.0
 _IDLE_S = 600.0
 
@@ -46,6 +48,7 @@ class DataServer:
         self._lock = threading.Lock()
         self._readers: set[socket.socket] = set()
         self._stopping = False
+        self._quiet = QuietLog(log)
         self.sent_pages = 0
         self.sent_bytes = 0
         self.failed_readers = 0
@@ -90,7 +93,15 @@ class DataServer:
             if full:
                 sock.close()
                 continue
-            threading.Thread(target=self._serve, args=(sock,), name="data-reader", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="data-reader", daemon=True).start()
+            except RuntimeError as error:  # no more threads for this user or container: not the end of the port
+                with self._lock:
+                    self._readers.discard(sock)
+                    self.refused_readers += 1
+                sock.close()
+                self._quiet(logging.ERROR, "thread", f"a reader was turned away: {error}. Raise the limit of processes")
+                time.sleep(0.05)
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -107,7 +118,7 @@ class DataServer:
             if not self._stopping:
                 with self._lock:
                     self.failed_readers += 1
-                log.warning("a reader's connection ended: %s", error)
+                self._quiet(logging.WARNING, "reader", f"a reader's connection ended: {error}")
         except Exception:
             log.exception("a reader's connection ended by an internal error")
         finally:
@@ -131,7 +142,7 @@ class DataServer:
             )
         sent = 0
         try:
-            tcp.send_message(sock, p.FetchReply(node.name, node.incarnation, bytes(status), checksum))
+            tcp.send_message(sock, p.FetchReply(node.name, node.incarnation, bytes(status), checksum, fetch.id))
             segment = node.segment.view
             bodies = [segment[at : at + fetch.length] for at, s in zip(where, status, strict=True) if s == p.LOCAL]
             tcp.send_bodies(sock, bodies, deadline)

@@ -52,6 +52,7 @@ PAUSE_S = 0.05
 UNASKED_DRAIN_S = 0.1
 MAX_OUTBOX_MESSAGES = 4_096
 """Messages that wait for a master that reads slowly. Beyond it they are dropped, and the master asks for a snapshot."""
+MAX_WAITING_CLEARS = 1024
 SNAPSHOT_PARTS_PER_PASS = 8
 CONNECT_S = 1.0
 JOIN_ANSWER_S = 3.0
@@ -137,6 +138,8 @@ class _Session:
         self._beats_answered = 0
         self._beats_before_snapshot = 0
         self._complained = False
+        self._clears: dict[bytes, int] = {}
+        """Clears that this master may not have heard of yet: namespace -> beats sent when it was told, 0 before that."""
 
     @property
     def listens(self) -> bool:
@@ -166,6 +169,23 @@ class _Session:
         self._parts = None
         self._snapshot_wanted = self.listens
 
+    def clear(self, namespace: bytes) -> None:
+        """Tell this master, now or as soon as it is back; the oldest are given up when too many wait."""
+        self._clears.pop(namespace, None)
+        self._clears[namespace] = 0
+        while len(self._clears) > MAX_WAITING_CLEARS:
+            del self._clears[next(iter(self._clears))]
+            self.link.count("clears_lost")
+        if self.state != _JOINED:
+            self.link.log.warning(
+                "master %s is not there: other nodes forget namespace %s only when it is back", self.master, namespace.hex()
+            )
+
+    def _send_clears(self) -> None:
+        for namespace in [ns for ns, beat in self._clears.items() if not beat]:
+            self._clears[namespace] = self._beats_sent + 1
+            self.push(ClearNamespace(namespace, self.link.info().node))
+
     def step(self, now: float) -> None:
         """Do what can be done without waiting."""
         if self.state == _WAITING:
@@ -181,6 +201,7 @@ class _Session:
         elif self.state == _JOINING and now - self._since > JOIN_ANSWER_S:
             self._fail("takes connections but does not answer (is it a hicache-mooncake master?)")
         if self.state == _JOINED:
+            self._send_clears()
             if now >= self._beat_at:
                 self._beat(now)
             self._write_snapshot_and_outbox(now)
@@ -226,6 +247,7 @@ class _Session:
         self._parts = None
         self._snapshot_wanted = False
         self._beats_sent = self._beats_answered = self._beats_before_snapshot = 0
+        self._clears = dict.fromkeys(self._clears, 0)
         self.push(
             Join(
                 PROTOCOL_MIN,
@@ -289,6 +311,8 @@ class _Session:
             case BeatReply():
                 self._answered_at = now
                 self._beats_answered += 1
+                # Beats and clears are read in order: an answer to a beat that was sent after a clear says that it arrived.
+                self._clears = {ns: beat for ns, beat in self._clears.items() if not beat or beat >= self._beats_answered}
                 if self.state != _JOINED:
                     return
                 if not message.known or message.master != self._incarnation:
@@ -476,7 +500,7 @@ class MasterLink:
             self._wake_up()
 
     def clear_namespace(self, namespace: bytes) -> None:
-        """Have every other node drop this namespace. Sent once to each master that is joined; those that are not miss it."""
+        """Have every other node drop this namespace: by each master, or as soon as it is back."""
         if self._sessions:
             self._clears.append(namespace)
             self._notified = True
@@ -621,9 +645,9 @@ class MasterLink:
 
     def _send_clears(self) -> None:
         while self._clears:
-            message = ClearNamespace(self._clears.popleft(), self.info().node)
+            namespace = self._clears.popleft()
             for session in self._sessions:
-                session.push(message)
+                session.clear(namespace)
 
     def _pause(self, wait_s: float) -> None:
         poller = zmq.Poller()

@@ -241,7 +241,15 @@ class Node:
                 self.connections_refused += 1
                 wire.close()
                 continue
-            self._thread(lambda owner=owner, wire=wire: self._serve(owner, wire), f"client-{owner}")  # type: ignore[misc]
+            try:
+                self._thread(lambda owner=owner, wire=wire: self._serve(owner, wire), f"client-{owner}")  # type: ignore[misc]
+            except RuntimeError as error:  # no more threads for this user or container: not the end of the socket
+                with self._connections_lock:
+                    self._connections.pop(owner, None)
+                self.connections_refused += 1
+                wire.close()
+                self._quiet(logging.ERROR, "thread", f"a client was turned away: {error}. Raise the limit of processes")
+                time.sleep(0.05)
 
     def new_owner(self) -> int:
         return next(self._owners)
@@ -273,7 +281,7 @@ class Node:
         except WireClosed:
             pass
         except (WireTimeout, p.ProtocolError) as error:
-            log.warning("connection of %s ended: %s", client, error)
+            self._quiet(logging.WARNING, "client", f"connection of {client} ended: {error}")
         except Exception:
             log.exception("connection of %s ended by an internal error", client)
         finally:
@@ -362,16 +370,17 @@ class Node:
         return p.Located(pin, bytes(status), where, checksum, peers, reason)
 
     def _release(self, owner: int, message: p.Release) -> None:
+        dropped = 0
         with self.lock:
             self.store.release(owner, message.pin, loaded=message.loaded)
             if message.bad:
                 dropped = self.store.discard(message.namespace, message.bad, "checksum")
-                if dropped:
-                    log.error(
-                        "%d pages failed their checksum on read and were dropped. Memory is being damaged: check this host's "
-                        "RAM (edac-util, memtester) and whether another process maps the segment",
-                        dropped,
-                    )
+        if dropped:
+            text = (
+                f"{dropped} pages failed their checksum on read and were dropped. Memory is being damaged: check this host's "
+                "RAM (edac-util, memtester) and whether another process maps the segment"
+            )
+            self._quiet(logging.ERROR, "checksum", text)
         if message.bad:
             self.link.notify()
         for node in message.peer_down:

@@ -31,15 +31,20 @@ Source = Callable[[list[memoryview]], int]
 
 
 class EngineMemory(Protocol):
-    """Where page bodies come from and go to. A body is the concatenation of the runs at `addresses`, of `lengths` bytes."""
+    """Where page bodies come from and go to. A body is the concatenation of the runs at `addresses`, of `lengths` bytes; `seed`
+    is the page's `checksum_seed`."""
 
-    def store(self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int) -> int:
+    def store(
+        self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int, seed: int
+    ) -> int:
         """Engine -> segment. Returns xxh3-64 of the body as it lies in the segment."""
 
-    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int], seed: int) -> int:
         """Segment -> engine. Returns xxh3-64 of what arrived."""
 
-    def receive(self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[int]:
+    def receive(
+        self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int], seeds: Sequence[int]
+    ) -> Iterator[int]:
         """Peer -> engine, bodies one after the other; yields xxh3-64 of each as it has arrived. `pages` are their addresses.
         Raises ConnectionError when the peer ends in mid-body and TimeoutError when it is too slow."""
 
@@ -71,8 +76,10 @@ class MappedMemory:
                 return mapping.view[offset : offset + length]
         raise EngineMemoryError(f"{length} bytes at {address:#x} are outside the memory shared at attach")
 
-    def store(self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int) -> int:
-        digest = xxhash.xxh3_64()
+    def store(
+        self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int, seed: int
+    ) -> int:
+        digest = xxhash.xxh3_64(seed=seed)
         at = 0
         for address, length in zip(addresses, lengths, strict=True):
             source = self._view(address, length)
@@ -84,8 +91,8 @@ class MappedMemory:
             at += length
         return digest.intdigest()
 
-    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int]) -> int:
-        digest = xxhash.xxh3_64()
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int], seed: int) -> int:
+        digest = xxhash.xxh3_64(seed=seed)
         at = 0
         for address, length in zip(addresses, lengths, strict=True):
             target = self._view(address, length)
@@ -97,19 +104,22 @@ class MappedMemory:
             at += length
         return digest.intdigest()
 
-    def receive(self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[int]:
+    def receive(
+        self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int], seeds: Sequence[int]
+    ) -> Iterator[int]:
         runs = len(lengths)
+        seed = iter(seeds)
         for group in _groups(pages, lengths):
             views = [self._view(address, length) for page in group for address, length in zip(page, lengths, strict=True)]
             if len(group) > 1:
                 fill(source, views)
                 for first in range(0, len(views), runs):
-                    digest = xxhash.xxh3_64()
+                    digest = xxhash.xxh3_64(seed=next(seed))
                     for view in views[first : first + runs]:
                         digest.update(view)
                     yield digest.intdigest()
                 continue
-            digest = xxhash.xxh3_64()
+            digest = xxhash.xxh3_64(seed=next(seed))
             for view in views:
                 for start in range(0, len(view), CHUNK):
                     piece = view[start : start + CHUNK]
@@ -184,8 +194,10 @@ class ForeignMemory:
                 room -= step
         return groups
 
-    def store(self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int) -> int:
-        digest = xxhash.xxh3_64()
+    def store(
+        self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int, seed: int
+    ) -> int:
+        digest = xxhash.xxh3_64(seed=seed)
         at = 0
         for group in self._pieces(addresses, lengths):
             size = sum(length for _, length in group)
@@ -194,9 +206,9 @@ class ForeignMemory:
             at += size
         return digest.intdigest()
 
-    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int]) -> int:
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int], seed: int) -> int:
         # The checksum is taken after the copy: had the source changed before or during it, the checksum would tell.
-        digest = xxhash.xxh3_64()
+        digest = xxhash.xxh3_64(seed=seed)
         at = 0
         for group in self._pieces(addresses, lengths):
             size = sum(length for _, length in group)
@@ -205,9 +217,11 @@ class ForeignMemory:
             at += size
         return digest.intdigest()
 
-    def receive(self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[int]:
-        for addresses in pages:
-            digest = xxhash.xxh3_64()
+    def receive(
+        self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int], seeds: Sequence[int]
+    ) -> Iterator[int]:
+        for addresses, seed in zip(pages, seeds, strict=True):
+            digest = xxhash.xxh3_64(seed=seed)
             for group in self._pieces(addresses, lengths):
                 piece = self._bounce[: sum(length for _, length in group)]
                 fill(source, [piece])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import socket
-import time
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import Backoff
 from hicache_mooncake.transfer.tcp import PeerConnection
 
-_CONNECT_S = 0.5
 _BREAKER_FIRST_S, _BREAKER_MAX_S = 0.5, 8.0
 _MAX_BREAKERS = 256
 
@@ -29,8 +27,13 @@ class Peers:
             return connection, True
         if key in self._retry and not self._retry[key].due():
             return None
-        connection = self._open[key] = PeerConnection(peer, min(deadline, time.monotonic() + _CONNECT_S))
+        connection = self._open[key] = PeerConnection(peer, deadline)
         return connection, False
+
+    def split(self, wanted: list[tuple[p.Peer, list[int]]]) -> tuple[list[tuple[p.Peer, list[int]]], ...]:
+        """(those that we are connected to, the others)"""
+        here = [entry for entry in wanted if (entry[0].host, entry[0].port) in self._open]
+        return here, [entry for entry in wanted if entry not in here]
 
     def failed(self, peer: p.Peer) -> None:
         """Close, and leave it alone for a while."""

@@ -39,6 +39,8 @@ from .membership import ACTIVE, GONE, Member, Membership, NoRoom, is_loopback, i
 
 MAX_NAME_BYTES = 255
 MAX_LATER_KEYS = 524_288
+REMEMBER_CLEARS_S = 60.0
+MAX_RECENT_CLEARS = 1024
 """Keys in updates that overtook the snapshot they follow. Past this the snapshot is asked for again."""
 MAX_LATER_UPDATES = 65_536
 STALLED_SNAPSHOT_S = 15.0
@@ -118,6 +120,8 @@ class MasterCore:
         self.notes: deque[tuple[int, str]] = deque(maxlen=100)
         self._tracks: dict[str, _Track] = {}
         self._by_slot: dict[int, str] = {}
+        self._recent_clears: dict[bytes, tuple[str, float]] = {}
+        """Namespace -> who cleared it, and until when nodes that join are told."""
         self._now = 0.0
         self._answered = 0
         self._answered_version = -1
@@ -209,8 +213,19 @@ class MasterCore:
                 f"two nodes are called {message.node!r}: the one at {message.host}:{message.port} replaces one that was alive"
                 " at another address; give each node a name of its own (--name)"
             )
+        if twin := self.membership.at_address(message.host, message.port, message.node):
+            self._warn(
+                f"nodes {twin!r} and {message.node!r} both advertise {message.host}:{message.port}: the pages of"
+                " one of them cannot be read from there; check --advertise on both hosts"
+            )
         self.stats.joins += 1
         output = self._evict_loopback(message)
+        # A node that was out of reach while another one cleared a namespace hears of it now.
+        output += [
+            (sender, ClearNamespace(namespace, origin))
+            for namespace, (origin, until) in self._recent_clears.items()
+            if origin != message.node and until > now
+        ]
         track = self._tracks.get(message.node)
         if track is None or track.incarnation != message.incarnation:
             if track is not None:
@@ -436,6 +451,10 @@ class MasterCore:
         _count([(message.namespace, b"")])
         self.stats.clears += 1
         self.directory.drop_namespace(message.namespace)
+        self._recent_clears.pop(message.namespace, None)
+        self._recent_clears[message.namespace] = (message.origin, self._now + REMEMBER_CLEARS_S)
+        while len(self._recent_clears) > MAX_RECENT_CLEARS:
+            del self._recent_clears[next(iter(self._recent_clears))]
         return [
             (track.sender, message)
             for track in self._tracks.values()

@@ -121,6 +121,13 @@ class Membership:
         self._members[name] = member
         return member, clash
 
+    def at_address(self, host: str, port: int, other_than: str) -> str:
+        """Name of another live node that advertises this address; "" when there is none."""
+        for member in self._members.values():
+            if member.name != other_than and member.address == (host, port) and member.state in (JOINING, ACTIVE):
+                return member.name
+        return ""
+
     def touch(self, name: str, incarnation: bytes, now: float) -> Member | None:
         """A sign of life. None when this incarnation is not a member: it must join again."""
         member = self.get(name, incarnation)
