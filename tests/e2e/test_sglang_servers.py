@@ -106,7 +106,7 @@ def cluster(model: Path, logs: Path, uncached: dict[Prompt, Answer]) -> Iterator
             started.append(node)
             node.start_and_wait()
             nodes.append(node)
-            caching = pool_caching(node.socket_path)
+            caching = pool_caching(node.socket_path, dynamic=x == "b")  # both ways to name the backend, sharing pages
             engines.append(SglangServer(f"engine-{x}", model=model, caching=caching, log=logs / f"engine-{x}.log"))
         started += engines
         start_servers(engines)

@@ -67,20 +67,24 @@ NO_CACHE = Caching(("--disable-radix-cache",))
 """Every prompt is computed from its first token: the reference for answers and for cold TTFT."""
 
 
-def pool_caching(socket: Path) -> Caching:
+def pool_caching(socket: Path, *, dynamic: bool = False) -> Caching:
     """HiCache with its L3 in the pool, by the store node that listens on this UNIX socket.
 
+    The backend is named `mooncake`, by our plugin, or with `dynamic` loaded by SGLang's own loader, without the plugin.
     `wait_complete` makes hits reproducible: the request waits for its pages, as long as the backend's own deadline allows.
     """
-    config = {"socket": str(socket), "prefetch_threshold": PAGE_TOKENS}
+    config: dict[str, object] = {"socket": str(socket), "prefetch_threshold": PAGE_TOKENS}
+    if dynamic:
+        config |= {"backend_name": "mooncake", "module_path": "hicache_mooncake.backend", "class_name": "HiCacheMooncake"}
+        config |= {"interface_v1": 1, "allocator": "shm"}
     return Caching(
         (
             *("--enable-hierarchical-cache", "--hicache-size", str(HICACHE_SIZE_GB)),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
-            *("--hicache-storage-backend", "mooncake"),
+            *("--hicache-storage-backend", "dynamic" if dynamic else "mooncake"),
             *("--hicache-storage-backend-extra-config", json.dumps(config)),
         ),
-        {"SGLANG_PLUGINS": "cpu_hicache,hicache_mooncake"},
+        {"SGLANG_PLUGINS": "cpu_hicache" if dynamic else "cpu_hicache,hicache_mooncake"},
     )
 
 
