@@ -927,6 +927,9 @@ def test_misses_reach_the_nodes_metrics(start_node: StartNode, make_rank: Callab
     wait_until(lambda: 'hicache_node_client_misses_total{reason="checksum"} 1.0' in metrics(), 10)
     assert 'hicache_node_client_misses_total{reason="absent"}' in metrics()
     assert "hicache_node_loaded_total 0.0" in metrics(), "what failed its checksum was not loaded"
+    again = rank.client.status()
+    assert again is not None
+    assert again.node["client miss: checksum"] == 1
 
 
 def test_a_peer_that_stays_away_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -492,6 +492,7 @@ class Node:
                 "pin_limit": stats.reasons["pin_limit"],
                 "wrong_length": stats.reasons["wrong_length"],
             }
+            report |= {f"client miss: {reason}": count for reason, count in sorted(self.missed.items())}
         with self._connections_lock:
             report["connections"] = len(self._connections)
         report["connections_refused"] = self.connections_refused
