@@ -122,10 +122,9 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         self._refused[pool] = reason
         log.error("refused: %s", reason)
 
-    @property
-    def usable(self) -> bool:
-        """False when some part of this model's pages cannot be stored: then nothing is, and nothing is found."""
-        return self._pool is not None and not self._refused
+    def _usable(self) -> RegisteredPool | None:
+        """None when some part of this model's pages cannot be stored: then nothing is, and nothing is found."""
+        return None if self._refused else self._pool
 
     # ------------------------------------------------------------------ lookups
 
@@ -137,8 +136,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def _exists(self, keys: Sequence[str]) -> int:
-        pool = self._pool
-        if pool is None or self._refused or not keys:
+        pool = self._usable()
+        if pool is None or not keys:
             return 0
         hashes, bad = pack_hashes(keys)
         if bad:
@@ -158,8 +157,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return self._guard("set", [False] * len(keys), lambda: self._transfer("store", keys, host_indices))
 
     def _transfer(self, op: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
-        pool = self._pool
-        if pool is None or self._refused or not keys:
+        pool = self._usable()
+        if pool is None or not keys:
             return [False] * len(keys)
         geometry = pool.geometry
         hashes, bad = pack_hashes(keys)
@@ -178,10 +177,10 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             if addresses is None:
                 self.client.miss({"bad_geometry": len(keys)})
                 return [False] * len(keys)
-        good = range(len(keys))
+        good: Sequence[int] = range(len(keys))
         if bad:
             self.client.miss({"bad_key": len(bad)})
-            good = [i for i in range(len(keys)) if i not in set(bad)]  # type: ignore[assignment]
+            good = sorted(set(good).difference(bad))
             hashes = select_hashes(hashes, good)
             runs = len(geometry.runs)
             if addresses is not None:
@@ -193,7 +192,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             outcome = self.client.transfer(
                 op, pool.digest, hashes, geometry.runs, None if addresses is not None else pages, addresses
             )
-            self._metrics.add(op, outcome, geometry.body_bytes, time.perf_counter() - started)
+            self._metrics.add(op, outcome, time.perf_counter() - started)
             for i, ok in zip(good, outcome.ok, strict=True):
                 verdict[i] = bool(ok)
         return verdict
@@ -241,9 +240,9 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return value is not None and self.batch_set([key], [value])
 
     def _tensors(self, op: str, keys: Sequence[str], tensors: list[Any]) -> list[bool]:
-        pool = self._pool
+        pool = self._usable()
         verdict = [False] * len(keys)
-        if pool is None or self._refused or not keys:
+        if pool is None or not keys:
             return verdict
         hashes, bad = pack_hashes(keys)
         self.client.miss({"bad_key": len(bad)})
@@ -309,7 +308,7 @@ class StorageFigures:
         self._lock = threading.Lock()
         self._samples: dict[str, list[tuple[int, float | None]]] = {"load": [], "store": []}
 
-    def add(self, op: str, outcome: Outcome, body_bytes: int, seconds: float) -> None:
+    def add(self, op: str, outcome: Outcome, seconds: float) -> None:
         pages = outcome.ok.count(1)
         if not self._enabled or not pages:
             return

@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hicache_mooncake import protocol as p
@@ -317,9 +317,9 @@ class PoolClient:
             self._bounces[role] = bounce
         return bounce
 
-    def _run(self, mover: MoverProcess, job: object, count: int, timeout_s: float) -> Outcome:
+    def _run(self, mover: MoverProcess, job: Callable[[float], p.Transfer], count: int, timeout_s: float) -> Outcome:
         try:
-            done = mover.run(job, timeout_s)  # type: ignore[arg-type]
+            done = mover.run(job, timeout_s)
         except MoverUnavailable as error:
             text = f"{mover.role} of {count} pages failed: {error} (counted as {error.reason})"
             self.quiet(logging.WARNING, error.reason, text)

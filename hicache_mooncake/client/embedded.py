@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from hicache_mooncake.client import child
 from hicache_mooncake.config import Settings
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.wire import WireClosed, WireTimeout, connect
@@ -93,10 +94,7 @@ def _open(path: str, flags: int) -> int:
 
 def _start(settings: Settings) -> int | None:
     """Start the node as nobody's child: SGLang ends every process below its own when it stops, and this one stays."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-    package_root = str(Path(__file__).resolve().parents[2])
-    roots = [package_root, str(Path(package_root) / "master"), environment.get("PYTHONPATH")]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
+    environment = {name: value for name, value in child.environment().items() if not name.startswith("CUDA_")}
     command = [sys.executable, "-m", "hicache_mooncake.cli", "node", "--embedded", *settings.node_options()]
     command += ["--idle-exit-s", str(IDLE_EXIT_S)]
     log_path = f"{settings.socket}.log"

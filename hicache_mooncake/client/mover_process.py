@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import Backoff
+from hicache_mooncake.client import child
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,6 @@ class MoverProcess:
     def __init__(self, role: str) -> None:
         self.role = role
         self.mode = ""
-        self.fenced = 0
-        """Times the mover was killed because a batch ran out of time."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Wire | None = None
@@ -89,7 +88,6 @@ class MoverProcess:
                 if isinstance(answer, p.Transferred) and answer.id != batch.id:
                     raise p.ProtocolError(f"the answer is for batch {answer.id}, not {batch.id}")
             except WireTimeout as error:
-                self.fenced += 1
                 self._fail()
                 self._start_beside_calls()
                 raise MoverUnavailable("fenced", f"no answer from the {self.role} mover in {left * 0.9:.1f} s") from error
@@ -139,14 +137,11 @@ class MoverProcess:
             raise MoverUnavailable("not_attached", "no memory is attached")
         attach, fds = self._attach
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        environment = dict(os.environ)
-        package_root = str(Path(__file__).resolve().parents[2])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environment.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "hicache_mooncake.client.mover", str(theirs.fileno()), self.role]
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment, cwd="/"
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=child.environment(), cwd="/"
                 )
         except OSError as error:
             ours.close()
@@ -196,7 +191,8 @@ def _wait_until_it_cannot_write(process: subprocess.Popen[bytes]) -> None:
             log.error("mover %d does not end after SIGKILL: waiting, since it could still write engine memory", process.pid)
             complained = True
     if process.poll() is None:
-        threading.Thread(target=process.wait, name="reap-mover", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no more threads: the next process that is started reaps it
+            threading.Thread(target=process.wait, name="reap-mover", daemon=True).start()
 
 
 def _all_exiting(pid: int) -> bool:

@@ -348,9 +348,6 @@ class Store:
         self.changes_lost = False
         return [(namespace, b"".join(objects)) for namespace, objects in self._index.items() if objects]
 
-    def has_changes(self) -> bool:
-        return bool(self._changes) or self.changes_lost
-
     def namespaces(self) -> dict[bytes, int]:
         return {namespace: len(objects) for namespace, objects in self._index.items()}
 

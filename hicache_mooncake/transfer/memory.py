@@ -79,27 +79,20 @@ class MappedMemory:
     def store(
         self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int, seed: int
     ) -> int:
-        digest = xxhash.xxh3_64(seed=seed)
-        at = 0
-        for address, length in zip(addresses, lengths, strict=True):
-            source = self._view(address, length)
-            for start in range(0, length, CHUNK):
-                end = min(start + CHUNK, length)
-                piece = target[at + start : at + end]
-                piece[:] = source[start:end]
-                digest.update(piece)
-            at += length
-        return digest.intdigest()
+        return self._copy(target, addresses, lengths, seed, to_engine=False)
 
     def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int], seed: int) -> int:
+        return self._copy(source, addresses, lengths, seed, to_engine=True)
+
+    def _copy(self, body: memoryview, addresses: Sequence[int], lengths: Sequence[int], seed: int, *, to_engine: bool) -> int:
         digest = xxhash.xxh3_64(seed=seed)
         at = 0
         for address, length in zip(addresses, lengths, strict=True):
-            target = self._view(address, length)
+            engine, stored = self._view(address, length), body[at : at + length]
+            target, source = (engine, stored) if to_engine else (stored, engine)
             for start in range(0, length, CHUNK):
-                end = min(start + CHUNK, length)
-                piece = target[start:end]
-                piece[:] = source[at + start : at + end]
+                piece = target[start : start + CHUNK]
+                piece[:] = source[start : start + CHUNK]
                 digest.update(piece)
             at += length
         return digest.intdigest()
@@ -197,23 +190,28 @@ class ForeignMemory:
     def store(
         self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int, seed: int
     ) -> int:
-        digest = xxhash.xxh3_64(seed=seed)
-        at = 0
-        for group in self._pieces(addresses, lengths):
-            size = sum(length for _, length in group)
-            self.transfer(False, target_address + at, group)
-            digest.update(target[at : at + size])
-            at += size
-        return digest.intdigest()
+        return self._copy(target, target_address, addresses, lengths, seed, to_engine=False)
 
     def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int], seed: int) -> int:
-        # The checksum is taken after the copy: had the source changed before or during it, the checksum would tell.
+        return self._copy(source, source_address, addresses, lengths, seed, to_engine=True)
+
+    def _copy(
+        self,
+        body: memoryview,
+        body_address: int,
+        addresses: Sequence[int],
+        lengths: Sequence[int],
+        seed: int,
+        *,
+        to_engine: bool,
+    ) -> int:
+        # The checksum is taken after the copy: had the body changed before or during it, the checksum would tell.
         digest = xxhash.xxh3_64(seed=seed)
         at = 0
         for group in self._pieces(addresses, lengths):
             size = sum(length for _, length in group)
-            self.transfer(True, source_address + at, group)
-            digest.update(source[at : at + size])
+            self.transfer(to_engine, body_address + at, group)
+            digest.update(body[at : at + size])
             at += size
         return digest.intdigest()
 
