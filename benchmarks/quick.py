@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.harness import Memory, Row, interleave, memcpy_rate, pool, report, save, spread
 from hicache_mooncake import protocol as p
-from hicache_mooncake.client.client import PoolClient
+from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.config import Settings
 
@@ -51,7 +51,7 @@ class Rank:
         count, half = len(hashes) // p.HASH_BYTES, page // 2
         runs = [p.Run(self._memory.address + part * self._memory.length // 2, half, half) for part in (0, 1)]
         started = time.perf_counter()
-        outcome = self.client.transfer(op, namespace, hashes, runs, array("q", range(count)), None)
+        outcome = self.client.transfer(op, Body(namespace, tuple(runs)), hashes, array("q", range(count)))
         took = time.perf_counter() - started
         if outcome.ok.count(1) != count:
             raise RuntimeError(f"{op} of {count} pages of {page} bytes: {outcome.reasons}")

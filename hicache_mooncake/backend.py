@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from hicache_mooncake import __version__, plugin
-from hicache_mooncake.client.client import Outcome, PoolClient
+from hicache_mooncake.client.client import Body, Outcome, PoolClient
 from hicache_mooncake.client.geometry import GeometryError, PoolGeometry, of_pool, page_numbers, run_addresses
 from hicache_mooncake.client.identity import namespace_of
 from hicache_mooncake.client.mover_process import MoverUnavailable
 from hicache_mooncake.config import ConfigError, Settings, load_settings
 from hicache_mooncake.keys import Namespace, pack_hashes
-from hicache_mooncake.protocol import HASH_BYTES, select_hashes
+from hicache_mooncake.protocol import HASH_BYTES, Run, select_hashes
 
 log = logging.getLogger(__name__)
 
@@ -189,9 +189,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         verdict = [False] * len(keys)
         if hashes:
             started = time.perf_counter()
-            outcome = self.client.transfer(
-                op, pool.digest, hashes, geometry.runs, None if addresses is not None else pages, addresses
-            )
+            body = Body(pool.digest, geometry.runs)
+            outcome = self.client.transfer(op, body, hashes, None if addresses is not None else pages, addresses)
             self._metrics.add(op, outcome, time.perf_counter() - started)
             for i, ok in zip(good, outcome.ok, strict=True):
                 verdict[i] = bool(ok)
@@ -255,9 +254,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         for size, members in by_size.items():
             held = [tensors[i].contiguous() for i in members]  # keeps copies alive for the call
             addresses = array("q", [tensor.data_ptr() for tensor in held])
-            outcome = self.client.transfer_through_bounce(
-                op, self._flat_digest(pool, size), select_hashes(hashes, members), [size], addresses
-            )
+            body = Body(self._flat_digest(pool, size), (Run(0, 0, size),))
+            outcome = self.client.transfer_through_bounce(op, body, select_hashes(hashes, members), addresses)
             for i, ok in zip(members, outcome.ok, strict=True):
                 verdict[i] = bool(ok)
         return verdict

@@ -134,6 +134,9 @@ class Reserve(Message):
     namespace: bytes
     hashes: bytes
     length: int
+    group: bytes = b""
+    """Objects of one group and one page hash are parts of one logical page: they are evicted together. Empty: the namespace's
+    own."""
 
 
 REFUSED, WRITE, HAVE = 0, 1, 2
@@ -202,11 +205,16 @@ class Region(Message):
 
 
 class Run(Message):
-    """One contiguous part of a page: page i has it at `address + i * stride`, `length` bytes long."""
+    """One part of a page: page i has it at `address + i * stride`, `length` bytes in all.
+
+    With `dims` it is strided: (count, step in bytes), outermost first, of equal contiguous pieces of `length` over the
+    product of the counts; in the body they lie one after the other.
+    """
 
     address: int
     stride: int
     length: int
+    dims: list[tuple[int, int]] = []
 
 
 class Attach(Message):
@@ -241,6 +249,10 @@ class Transfer(Message):
     budget_s: float
     addresses: bytes = b""
     id: int = 0
+    group: bytes = b""
+    """Of the objects that a store makes: see Reserve."""
+    shared: bool = False
+    """Other ranks of this host will ask for the same pages: those of a load that come from another node stay here too."""
 
 
 class Transferred(Message):

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.client.client import PoolClient
+from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.mover_process import MoverUnavailable
 from hicache_mooncake.config import load_settings
 from hicache_mooncake.quiet import QuietLog
@@ -217,7 +217,7 @@ def test_addresses_outside_the_shared_memory_are_refused(
         for place in (10_000, -1_000, rank.pages - 1):  # beyond, before, and over the end of the second half
             runs = [rank.runs[0], p.Run(rank.runs[1].address + 8, rank.half, rank.half)]
             blob = b"".join(hashes("a", (op, place)))
-            outcome = rank.client.transfer(op, NS, blob, runs, array("q", [0, place]), None)
+            outcome = rank.client.transfer(op, Body(NS, tuple(runs)), blob, array("q", [0, place]))
             assert outcome.ok == (b"\x01\x00"), (op, place)
             if op == "store":
                 assert outcome.reasons == {"engine_memory": 1}
@@ -640,7 +640,7 @@ def test_one_lookup_is_one_message(
 
     monkeypatch.setattr(Wire, "send", counting)
     rank.exists(NS, hashes(*range(1000)))
-    rank.client.transfer("load", NS, b"".join(hashes(*range(16))), rank.runs, array("q", range(16)), None)
+    rank.client.transfer("load", Body(NS, rank.runs), b"".join(hashes(*range(16))), array("q", range(16)))
     assert [type(message) for message in sent if not isinstance(message, p.Missed)] == [p.Exists, p.Transfer]
 
 
@@ -725,7 +725,7 @@ def test_clients_of_unknown_roles_get_no_segment(start_node: StartNode) -> None:
 
 def test_client_without_movers_still_answers(start_node: StartNode) -> None:
     client = PoolClient(start_node().settings(), "bare")
-    outcome = client.transfer("load", NS, page_hash("a"), [p.Run(0, 0, 4096)], array("q", [0]), None)
+    outcome = client.transfer("load", Body(NS, (p.Run(0, 0, 4096),)), page_hash("a"), array("q", [0]))
     assert outcome.ok == b"\x00"
     assert outcome.reasons == {"not_attached": 1}
     client.close()

@@ -34,6 +34,21 @@ _REPORT_MISSES_EVERY_S = 1.0
 _BOUNCE_BYTES = 64 << 20
 
 
+@dataclass(frozen=True)
+class Body:
+    """What is one object of a page: its namespace, the group that it lives and dies with, and where its bytes lie."""
+
+    namespace: bytes
+    runs: tuple[p.Run, ...]
+    group: bytes = b""
+    shared: bool = False
+    """Every rank of this host reads the same objects (MLA): one of them fetches a remote page, for all."""
+
+    @property
+    def length(self) -> int:
+        return sum(run.length for run in self.runs)
+
+
 @dataclass
 class Outcome:
     """One batch. `ok` has one byte per key; everything that is 0 has a reason."""
@@ -177,53 +192,69 @@ class PoolClient:
     def transfer(
         self,
         op: str,
-        namespace: bytes,
+        body: Body,
         hashes: bytes,
-        runs: Sequence[p.Run],
         pages: array[int] | None,
-        addresses: array[int] | None,
+        addresses: array[int] | None = None,
+        deadline: float | None = None,
     ) -> Outcome:
-        """Load or store one page per hash, to or from the memory shared by `share`. `pages` if affine, else `addresses`."""
+        """Load or store one page per hash, to or from the memory shared by `share`. `pages` if affine, else `addresses`.
+
+        Returns by `deadline` (`time.monotonic()`; by default `deadline_s` from now)."""
         count = len(hashes) // p.HASH_BYTES
         if not self.enabled:
             return self._settle(Outcome(bytes(count), {"off": count}))
+        left = self.settings.deadline_s if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return self._settle(Outcome(bytes(count), {"deadline": count}))
         if self.mode == "segment":
             flat = addresses if addresses is not None else array("q")
             if addresses is None and pages is not None:
-                flat = array("q", [run.address + page * run.stride for page in pages for run in runs])
-            return self.transfer_through_bounce(op, namespace, hashes, [run.length for run in runs], flat)
+                flat = array("q", [run.address + page * run.stride for page in pages for run in body.runs])
+            return self.transfer_through_bounce(op, body, hashes, flat, deadline)
         page_bytes = pages.tobytes() if pages is not None else b""
         address_bytes = addresses.tobytes() if addresses is not None else b""
 
         def job(budget_s: float) -> p.Transfer:
-            return p.Transfer(op, namespace, hashes, list(runs), page_bytes, budget_s, address_bytes)
+            return p.Transfer(
+                op,
+                body.namespace,
+                hashes,
+                list(body.runs),
+                page_bytes,
+                budget_s,
+                address_bytes,
+                group=body.group,
+                shared=body.shared,
+            )
 
-        return self._settle(self._run(self._movers[op], job, count, self.settings.deadline_s))
+        return self._settle(self._run(self._movers[op], job, count, left))
 
     def transfer_through_bounce(
-        self, op: str, namespace: bytes, hashes: bytes, lengths: Sequence[int], addresses: array[int]
+        self, op: str, body: Body, hashes: bytes, addresses: array[int], deadline: float | None = None
     ) -> Outcome:
         """The same for memory that is not shared with anybody: `addresses` has one entry per run of each page."""
         count = len(hashes) // p.HASH_BYTES
-        deadline = time.monotonic() + self.settings.deadline_s
+        started = time.monotonic()
+        if deadline is None:
+            deadline = started + self.settings.deadline_s
         if not self.enabled or not count:
             return self._settle(Outcome(bytes(count), {"off": count} if count else {}))
-        if not self._bounce_locks[op].acquire(timeout=self.settings.deadline_s / 2):
+        if not self._bounce_locks[op].acquire(timeout=max(0.0, deadline - started) / 2):
             return self._settle(Outcome(bytes(count), {"busy": count}))
         try:
             if not self.enabled:  # closed while we waited: nothing may touch engine memory any more
                 return self._settle(Outcome(bytes(count), {"off": count}))
-            return self._settle(self._bounce_rounds(op, namespace, hashes, lengths, addresses, deadline))
+            return self._settle(self._bounce_rounds(op, body, hashes, addresses, deadline))
         finally:
             self._bounce_locks[op].release()
 
-    def _bounce_rounds(
-        self, op: str, namespace: bytes, hashes: bytes, lengths: Sequence[int], addresses: array[int], deadline: float
-    ) -> Outcome:
+    def _bounce_rounds(self, op: str, body: Body, hashes: bytes, addresses: array[int], deadline: float) -> Outcome:
         count = len(hashes) // p.HASH_BYTES
+        lengths = [run.length for run in body.runs]
         try:
             bounce = self._bounce(op)
-            at_once, slot = bounce.slots(sum(lengths))
+            at_once, slot = bounce.slots(body.length)
         except (MoverUnavailable, OSError, ValueError) as error:
             self.quiet(logging.WARNING, "bounce", f"no copy buffer: {error}")
             return Outcome(bytes(count), {error.reason if isinstance(error, MoverUnavailable) else "copy_buffer": count})
@@ -251,7 +282,9 @@ class PoolClient:
             numbers = array("q", range(len(batch))).tobytes()
 
             def job(budget_s: float, blob: bytes = blob, numbers: bytes = numbers) -> p.Transfer:
-                return p.Transfer(op, namespace, blob, [slot], numbers, budget_s)
+                return p.Transfer(
+                    op, body.namespace, blob, [slot], numbers, budget_s, group=body.group, shared=body.shared
+                )
 
             part = self._run(self._bounce_movers[op], job, len(batch), max(0.001, deadline - time.monotonic()))
             if op == "load":

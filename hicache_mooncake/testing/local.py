@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.client.client import Outcome, PoolClient
+from hicache_mooncake.client.client import Body, Outcome, PoolClient
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.config import Settings
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
@@ -66,7 +66,7 @@ class FakeRank:
 
     def transfer(self, op: str, namespace: bytes, hashes: Sequence[bytes], pages: Iterable[int] | None = None) -> Outcome:
         numbers = array("q", range(len(hashes)) if pages is None else pages)
-        return self.client.transfer(op, namespace, b"".join(hashes), self.runs, numbers, None)
+        return self.client.transfer(op, Body(namespace, self.runs), b"".join(hashes), numbers)
 
     def store(self, namespace: bytes, hashes: Sequence[bytes], generation: int = 0) -> Outcome:
         """Write each hash's own pattern into pages 0.. and store them."""
