@@ -28,6 +28,8 @@ DIRECTORY_HASH_BYTES = 16
 """Leading bytes of a page hash that the master's directory keeps: a hint, checked in full by the node that holds the page."""
 NAMESPACE_BYTES = 16
 MAX_KEYS_PER_MESSAGE = 131_072
+MAX_NAMESPACES_PER_MESSAGE = 256
+"""Parts of one logical page that are looked up together: a pool each, or a KV head each."""
 MAX_FRAME_BYTES = 64 << 20
 
 
@@ -68,19 +70,23 @@ class Welcome(Message):
 
 
 class Exists(Message):
-    """How many leading keys can be loaded? Own index first, then the master in one request."""
+    """Which of these pages can be loaded? Own index first, then the master in one request.
 
-    namespace: bytes
+    `leading`: namespaces that are asked for a leading run. `sparse`: those that are asked page by page."""
+
+    leading: list[bytes]
     hashes: bytes
-    remote: bool = True
+    sparse: list[bytes] = []
 
 
 class Found(Message):
-    prefix: int
-    local: int = 0
-    """How many of the prefix are in this node's own segment."""
+    """`runs`: how many leading pages each of `leading` has. `columns`: for each of `sparse` one byte a page, 1 where it can be
+    loaded, as far as the shortest run."""
+
+    runs: list[int]
+    columns: list[bytes] = []
     reason: str = ""
-    """Why the prefix ends where it ends, when that is not plain absence: `master_down`."""
+    """Why an answer is short, when that is not plain absence: `master_down`."""
 
 
 class Locate(Message):
@@ -362,22 +368,34 @@ class Leave(Message):
     incarnation: bytes
 
 
-class Lookup(Message):
-    """Who holds these keys? With `prefix` the answer stops at the first key that nobody holds. `asker` is never an answer."""
+class Question(msgspec.Struct, array_like=True):
+    """Who holds these pages? With `prefix` the answer stops at the first page that nobody holds."""
 
-    id: int
     namespace: bytes
     hashes: bytes
+    prefix: bool
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """`holder[i]` is 0 (nobody) or 1 + an index into `peers`."""
+
+    holder: bytes
+    peers: list[Peer]
+
+
+class Lookup(Message):
+    """`asker` is never an answer."""
+
+    id: int
+    questions: list[Question]
     asker: str = ""
-    prefix: bool = True
 
 
 class LookupReply(Message):
-    """`holder[i]` is 0 (nobody) or 1 + an index into `peers`."""
+    """One answer a question, in order."""
 
     id: int
-    holder: bytes
-    peers: list[Peer]
+    answers: list[Answer]
 
 
 class ClearNamespace(Message):

@@ -224,7 +224,7 @@ def test_status_of_one_shows_although_the_other_is_down(tmp_path: Path) -> None:
         ({}, "did not answer properly"),
         ({protocol.Hello: protocol.Refused("protocol 7 is not spoken here")}, "protocol 7 is not spoken here"),
         ({**HEALTHY, protocol.AdminStatus: protocol.Refused("not now")}, "not now"),
-        ({**HEALTHY, protocol.AdminStatus: protocol.Found(1)}, "answered with Found"),
+        ({**HEALTHY, protocol.AdminStatus: protocol.Found([1])}, "answered with Found"),
     ],
 )
 def test_a_node_that_answers_wrongly_is_unreachable(tmp_path: Path, answers: dict[type, protocol.Message], words: str) -> None:

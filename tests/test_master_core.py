@@ -23,6 +23,7 @@ from hicache_mooncake.protocol import (
     LookupReply,
     Message,
     ProtocolError,
+    Question,
     Refused,
     Snapshot,
     Update,
@@ -74,10 +75,11 @@ class Master:
         assert self.take(Snapshot(node, b"i1", seq, part, last, [(NS, hashes(*added))]), node.encode()) == []
 
     def who(self, *numbers: int, asker: str = "", namespace: bytes = NS) -> list[str]:
-        reply = self.answer(Lookup(7, namespace, hashes(*numbers), asker, False))
+        reply = self.answer(Lookup(7, [Question(namespace, hashes(*numbers), False)], asker))
         assert isinstance(reply, LookupReply)
         assert reply.id == 7
-        return [reply.peers[holder - 1].node if holder else "" for holder in reply.holder]
+        (answer,) = reply.answers
+        return [answer.peers[holder - 1].node if holder else "" for holder in answer.holder]
 
     def state(self, node: str) -> str:
         report = self.answer(ClusterStatus())
@@ -271,8 +273,8 @@ def test_too_many_updates_behind_a_snapshot_break_it_off(master: Master, monkeyp
 @pytest.mark.parametrize(
     "message",
     [
-        Lookup(1, b"short", hashes(1)),
-        Lookup(1, NS, b"x" * 33),
+        Lookup(1, [Question(b"short", hashes(1), True)]),
+        Lookup(1, [Question(NS, b"x" * 33, True)]),
         Update("a", b"i1", 1, [(NS, hashes(1)), (NS, b"x")], []),
         Update("a", b"i1", 1, [], [(b"", hashes(1))]),
         Snapshot("a", b"i1", 1, 0, True, [(NS, b"x")]),

@@ -23,7 +23,7 @@ from hicache_master.server import MasterError, MasterServer, run_master
 from hicache_mooncake.node import master_link
 from hicache_mooncake.node.master_link import JoinFacts, Keys, MasterLink, Usage
 from hicache_mooncake.node.master_lookup import Breaker
-from hicache_mooncake.protocol import ClusterReport, LookupReply
+from hicache_mooncake.protocol import ClusterReport, Question
 
 NS = b"n" * 16
 ROOT = Path(__file__).parents[1]
@@ -153,8 +153,8 @@ def links() -> Iterator[Callable[..., tuple[MasterLink, Source]]]:
 
 
 def found(link: MasterLink, *numbers: int) -> list[str]:
-    reply = link.lookup(NS, hashes(*numbers), prefix=False, timeout_s=5.0)
-    return [] if reply is None else [reply.peers[i - 1].node if i else "" for i in reply.holder]
+    reply = link.lookup([Question(NS, hashes(*numbers), prefix=False)], 5.0)
+    return [] if reply is None else [reply[0].peers[i - 1].node if i else "" for i in reply[0].holder]
 
 
 def free_port() -> int:
@@ -171,10 +171,13 @@ def test_a_page_that_one_node_stores_is_found_by_the_other(masters, links) -> No
     source.add(1, 2)
     a.notify()
     eventually(lambda: found(b, 1, 2, 3) == ["a", "a", ""])
-    reply = b.lookup(NS, hashes(1, 2, 3, 1), prefix=True, timeout_s=5.0)
-    assert isinstance(reply, LookupReply)
-    assert reply.holder == b"\1\1"
-    assert (reply.peers[0].host, reply.peers[0].port) == ("127.0.0.1", 7000)
+    reply = b.lookup([Question(NS, hashes(1, 2, 3, 1), prefix=True)], 5.0)
+    assert reply is not None
+    assert reply[0].holder == b"\1\1"
+    assert (reply[0].peers[0].host, reply[0].peers[0].port) == ("127.0.0.1", 7000)
+    several = b.lookup([Question(NS, hashes(1, 3), prefix=False), Question(b"x" * 16, hashes(1), prefix=True)], 5.0)
+    assert several is not None
+    assert [answer.holder for answer in several] == [b"\1\0", b""]
     assert found(a, 1) == [""], "the asker itself is not an answer"
     source.remove(1)
     a.notify()
@@ -219,11 +222,11 @@ def test_a_lookup_without_a_master_fails_within_its_timeout_and_then_at_once(mas
     eventually(lambda: found(a, 1) == [""])
     master.process.send_signal(signal.SIGSTOP)  # worse than dead: connections stay open
     began = time.monotonic()
-    assert a.lookup(NS, hashes(1), prefix=True, timeout_s=0.5) is None
+    assert a.lookup([Question(NS, hashes(1), prefix=True)], 0.5) is None
     assert time.monotonic() - began < 5.0
     began = time.monotonic()
     for _ in range(1000):
-        if a.lookup(NS, hashes(1), prefix=True, timeout_s=0.5) is not None:
+        if a.lookup([Question(NS, hashes(1), prefix=True)], 0.5) is not None:
             pytest.fail("a stopped master answered")
     assert time.monotonic() - began < 5.0, "a thousand lookups must cost a probe or two"
     master.kill()
@@ -278,7 +281,7 @@ def test_a_link_of_another_protocol_is_refused_and_says_so(masters, links, monke
     eventually(lambda: a.state.startswith("refused: "))
     assert "7 to 9" in a.state
     assert "upgrade the master" in a.state
-    assert a.lookup(NS, hashes(1), prefix=True, timeout_s=5.0) is None
+    assert a.lookup([Question(NS, hashes(1), prefix=True)], 5.0) is None
     assert [record.levelname for record in caplog.records if "refused this node" in record.message] == ["ERROR"]
     assert 'hicache_master_nodes{state="active"} 0.0' in master.get("/metrics")
 
@@ -475,7 +478,7 @@ def test_without_masters_a_link_does_nothing_quickly() -> None:
     link.start()
     link.notify()
     link.clear_namespace(NS)
-    assert link.lookup(NS, hashes(1), prefix=True, timeout_s=100.0) is None
+    assert link.lookup([Question(NS, hashes(1), prefix=True)], 100.0) is None
     assert link.cluster_status(100.0) is None
     assert link.state == "no master configured"
     link.close()

@@ -595,7 +595,7 @@ def test_garbage_on_the_socket_ends_that_connection_only(start_node: StartNode) 
             while wire._sock.recv(1024):
                 pass
         wire.close()
-    for message in (p.Exists(NS, b"x" * 33), p.Reserve(NS, bytes(32), 0), p.Reserve(NS, bytes(32), -5)):
+    for message in (p.Exists([NS], b"x" * 33), p.Reserve(NS, bytes(32), 0), p.Reserve(NS, bytes(32), -5)):
         other = connect(node.socket, 2.0)
         other.send(p.Hello(1, 1, "query", "odd"))
         other.receive(p.decoder(p.FromNode), time.monotonic() + 5)
@@ -849,7 +849,7 @@ def test_a_peer_that_reads_slowly_cannot_hold_a_send_beyond_its_deadline() -> No
     wire = Wire(ours)
     started = time.monotonic()
     with pytest.raises(WireTimeout):
-        wire.send(p.Exists(NS, bytes(32 * 100_000)), deadline=time.monotonic() + 0.5)
+        wire.send(p.Exists([NS], bytes(32 * 100_000)), deadline=time.monotonic() + 0.5)
     assert time.monotonic() - started < 2.0
     stop.set()
     thread.join()

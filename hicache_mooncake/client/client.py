@@ -169,25 +169,42 @@ class PoolClient:
     # ------------------------------------------------------------------ data calls
 
     def exists(self, namespace: bytes, hashes: bytes) -> int:
-        """How many leading pages can be loaded, here or from another node."""
+        """How many leading pages of one namespace can be loaded, here or from another node."""
+        return self.find([namespace], hashes).runs[0]
+
+    def find(self, leading: Sequence[bytes], hashes: bytes, sparse: Sequence[bytes] = ()) -> p.Found:
+        """Which pages of several namespaces can be loaded: leading runs for `leading`, one byte a page for `sparse` as far as
+        the shortest run. In one message, or in a few where the chain is very long."""
+        total = p.Found([0] * len(leading), [b""] * len(sparse))
         if not self.enabled or not hashes:
-            return 0
+            return total
         deadline = time.monotonic() + self.settings.deadline_s
-        step = _MAX_LOOKUP_KEYS * p.HASH_BYTES
-        found = 0
+        pages_at_once = max(1, _MAX_LOOKUP_KEYS // (len(leading) + len(sparse)))
+        step = pages_at_once * p.HASH_BYTES
         for at in range(0, len(hashes), step):
             part = hashes[at : at + step]
-            answer, reason = self._queries.ask(p.Exists(namespace, part), max(0.001, deadline - time.monotonic()))
+            question = p.Exists(list(leading), part, list(sparse))
+            answer, reason = self._queries.ask(question, max(0.001, deadline - time.monotonic()))
             count = len(part) // p.HASH_BYTES
             if not isinstance(answer, p.Found):
                 self.miss({reason: count})
-                return found
+                return total
+            shape = [len(column) for column in answer.columns]
+            end = min(answer.runs, default=count)
+            if (
+                len(answer.runs) != len(leading)
+                or shape != [end] * len(sparse)
+                or not 0 <= end <= max(answer.runs, default=end) <= count
+            ):
+                self.miss({"node_answer": count})
+                return total
             if answer.reason:
                 self.miss({answer.reason: 1})
-            found += min(answer.prefix, count)
-            if answer.prefix < count:
+            total.runs = [a + b for a, b in zip(total.runs, answer.runs, strict=True)]
+            total.columns = [a + b for a, b in zip(total.columns, answer.columns, strict=True)]
+            if end < count:
                 break
-        return found
+        return total
 
     def transfer(
         self,
@@ -282,9 +299,7 @@ class PoolClient:
             numbers = array("q", range(len(batch))).tobytes()
 
             def job(budget_s: float, blob: bytes = blob, numbers: bytes = numbers) -> p.Transfer:
-                return p.Transfer(
-                    op, body.namespace, blob, [slot], numbers, budget_s, group=body.group, shared=body.shared
-                )
+                return p.Transfer(op, body.namespace, blob, [slot], numbers, budget_s, group=body.group, shared=body.shared)
 
             part = self._run(self._bounce_movers[op], job, len(batch), max(0.001, deadline - time.monotonic()))
             if op == "load":

@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from hicache_mooncake.protocol import (
     HASH_BYTES,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
+    Answer,
     Beat,
     BeatReply,
     ClearNamespace,
@@ -35,6 +36,7 @@ from hicache_mooncake.protocol import (
     Lookup,
     LookupReply,
     Message,
+    Question,
     Refused,
     Snapshot,
     Update,
@@ -506,21 +508,20 @@ class MasterLink:
             self._notified = True
             self._wake_up()
 
-    def lookup(self, namespace: bytes, hashes: bytes, *, prefix: bool, timeout_s: float) -> LookupReply | None:
-        """Who holds these pages? None when no master answers, after at most `timeout_s`, and at once while the last failure is
-        fresh. With `prefix` the column ends before the first page that nobody else holds, without it has one entry a page.
-        Raises ProtocolError for a ragged blob of hashes or too many."""
-        count = count_hashes(hashes)
+    def lookup(self, questions: Sequence[Question], timeout_s: float) -> list[Answer] | None:
+        """Who holds these pages? One answer a question, or None when no master answers, after at most `timeout_s`, and at once
+        while the last failure is fresh. With `prefix` a column ends before the first page that nobody else holds, without it
+        has one entry a page. Raises ProtocolError for a ragged blob of hashes or too many."""
+        counts = [count_hashes(question.hashes) for question in questions]
         asker = self._first_healthy(timeout_s)
         if asker is None:
             return None
-        question = Lookup(next(self._ids), namespace, hashes, self.info().node, prefix)
-        answer = asker.ask(question, timeout_s, lambda message: isinstance(message, LookupReply) and message.id == question.id)
+        lookup = Lookup(next(self._ids), list(questions), self.info().node)
+        reply = asker.ask(lookup, timeout_s, lambda message: isinstance(message, LookupReply) and message.id == lookup.id)
         self.count("lookups")
-        if isinstance(answer, LookupReply):
-            entries = len(answer.holder)
-            if (entries <= count if prefix else entries == count) and max(answer.holder, default=0) <= len(answer.peers):
-                return answer
+        if isinstance(reply, LookupReply):
+            if len(reply.answers) == len(questions) and all(map(_fits, questions, counts, reply.answers)):
+                return reply.answers
             self.count("garbage")
         self.count("lookup_failures")
         return None
@@ -658,3 +659,8 @@ class MasterLink:
         poller.poll(int(wait_s * 1000))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+
+
+def _fits(question: Question, count: int, answer: Answer) -> bool:
+    entries = len(answer.holder)
+    return (entries <= count if question.prefix else entries == count) and max(answer.holder, default=0) <= len(answer.peers)

@@ -306,7 +306,9 @@ class Node:
                 if message.length <= 0:
                     raise p.ProtocolError(f"object of {message.length} bytes")
                 with self.lock:
-                    txn, status, where = self.store.reserve(owner, message.namespace, message.hashes, message.length)
+                    txn, status, where = self.store.reserve(
+                        owner, message.namespace, message.hashes, message.length, message.group
+                    )
                 self.link.notify()
                 return p.Reserved(txn, bytes(status), where)
             case p.Commit():
@@ -330,23 +332,33 @@ class Node:
 
     def _exists(self, message: p.Exists) -> p.Found:
         count = p.count_hashes(message.hashes)
+        namespaces = [*message.leading, *message.sparse]
+        leading = len(message.leading)
+        if not 1 <= len(namespaces) <= p.MAX_NAMESPACES_PER_MESSAGE or count * len(namespaces) > p.MAX_KEYS_PER_MESSAGE:
+            raise p.ProtocolError(f"{count} pages of {len(namespaces)} namespaces asked for at once")
         with self.lock:
-            column = self.store.present(message.namespace, message.hashes)
-        first_missing = column.find(0)
-        if first_missing < 0:
-            return p.Found(count, count)
-        if not message.remote or not self.settings.masters:
-            return p.Found(first_missing, first_missing)
-        # The keys that are not here, in order: the first of them that nobody holds ends the prefix.
-        missing = [i for i in range(first_missing, count) if not column[i]]
-        wanted = p.select_hashes(message.hashes, missing)
-        reply = self.link.lookup(message.namespace, wanted, prefix=True, timeout_s=_LOOKUP_TIMEOUT_S)
-        if reply is None:
-            return p.Found(first_missing, first_missing, "master_down")
-        held = reply.holder.find(0)
-        found = len(reply.holder) if held < 0 else held
-        prefix = count if found >= len(missing) else missing[found]
-        return p.Found(prefix, column[:prefix].count(1))
+            columns = [bytearray(self.store.present(namespace, message.hashes)) for namespace in namespaces]
+        reason = ""
+        questions: list[p.Question] = []
+        asked: list[tuple[bytearray, list[int]]] = []
+        if self.settings.masters:
+            for index, (namespace, column) in enumerate(zip(namespaces, columns, strict=True)):
+                missing = [i for i, here in enumerate(column) if not here]
+                if missing:
+                    wanted = p.select_hashes(message.hashes, missing)
+                    questions.append(p.Question(namespace, wanted, prefix=index < leading))
+                    asked.append((column, missing))
+        if questions:
+            answers = self.link.lookup(questions, _LOOKUP_TIMEOUT_S)
+            if answers is None:
+                reason = "master_down"
+            else:
+                for (column, missing), answer in zip(asked, answers, strict=True):
+                    for i, holder in zip(missing, answer.holder, strict=False):
+                        column[i] = holder > 0
+        runs = [count if (first := column.find(0)) < 0 else first for column in columns[:leading]]
+        end = min(runs, default=count)
+        return p.Found(runs, [bytes(column[:end]) for column in columns[leading:]], reason)
 
     def _locate(self, owner: int, message: p.Locate) -> p.Located:
         p.count_hashes(message.hashes)
@@ -358,13 +370,13 @@ class Node:
         reason = ""
         missing = [i for i, s in enumerate(status) if s == p.MISS]
         if missing and self.settings.masters:
-            wanted = p.select_hashes(message.hashes, missing)
-            reply = self.link.lookup(message.namespace, wanted, prefix=False, timeout_s=_LOOKUP_TIMEOUT_S)
-            if reply is None:
+            question = p.Question(message.namespace, p.select_hashes(message.hashes, missing), prefix=False)
+            answers = self.link.lookup([question], _LOOKUP_TIMEOUT_S)
+            if answers is None:
                 reason = "master_down"
             else:
-                peers = list(reply.peers)
-                for i, holder in zip(missing, reply.holder, strict=False):
+                peers = list(answers[0].peers)
+                for i, holder in zip(missing, answers[0].holder, strict=False):
                     if holder:
                         status[i], where[i] = p.REMOTE, holder - 1
         return p.Located(pin, bytes(status), where, checksum, peers, reason)

@@ -1,8 +1,12 @@
 """What a node holds: index, allocation, pins, reservations and eviction as one state machine, without I/O, clocks or threads.
 
-An object is one page of one namespace: K, V and whatever else the page consists of, as one body. Its record (namespace, full
-hash, length, checksum) lies here, never before the body, so bodies stay page-aligned. An object becomes visible in `commit`
-and not before; memory is reused only when nothing is pinned or reserved on it.
+An object is one page of one namespace, as one body. Its record (namespace, full hash, length, checksum) lies here, never
+before the body, so bodies stay page-aligned. An object becomes visible in `commit` and not before; memory is reused only when
+nothing is pinned or reserved on it.
+
+Objects of one group and one hash are the parts of one logical page: the shards of its ranks, its index, its windowed or
+recurrent state. A part without the others restores nothing, so they have one place in the eviction order, a reader or a
+writer of one keeps all, and damage to one ends all.
 
 Owners are connections. Whatever an owner holds (pins, reservations) ends with `drop_owner`; pins also end by expiry.
 """
@@ -19,16 +23,40 @@ from hicache_mooncake.protocol import HASH_BYTES, HAVE, LOCAL, WRITE, WRONG_LENG
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
 
 
+class LogicalPage:
+    """The parts of one page that this node holds. `writers` counts reservations for more of them."""
+
+    __slots__ = ("group", "hash", "parts", "writers")
+
+    def __init__(self, group: bytes, page_hash: bytes) -> None:
+        self.group = group
+        self.hash = page_hash
+        self.parts: list[Entry] = []
+        self.writers = 0
+
+    @property
+    def in_use(self) -> bool:
+        return self.writers > 0 or any(part.pins for part in self.parts)
+
+
 class Entry:
     """The record of one object. `pins` counts readers; a `dead` entry has left the index and waits for its last reader."""
 
-    __slots__ = ("checksum", "dead", "hash", "home", "length", "namespace", "offset", "pins")
+    __slots__ = ("checksum", "dead", "hash", "home", "length", "namespace", "offset", "page", "pins")
 
     def __init__(
-        self, home: dict[bytes, Entry], namespace: bytes, page_hash: bytes, offset: int, length: int, checksum: int
+        self,
+        home: dict[bytes, Entry],
+        page: LogicalPage,
+        namespace: bytes,
+        page_hash: bytes,
+        offset: int,
+        length: int,
+        checksum: int,
     ) -> None:
         self.home = home
         """The dict that holds it: its namespace's in the index, until that namespace is cleared."""
+        self.page = page
         self.namespace = namespace
         self.hash = page_hash
         self.offset = offset
@@ -52,7 +80,7 @@ class Reservation:
     owner: int
     namespace: bytes
     length: int
-    hashes: list[bytes]
+    pages: list[LogicalPage]
     offsets: list[int]
 
 
@@ -100,8 +128,11 @@ class Store:
         self.stats = Stats()
         self.pinned_bytes = 0
         self._index: dict[bytes, dict[bytes, Entry]] = {}
-        self._order: OrderedDict[Entry, None] = OrderedDict()
-        """Least recently used first. Touched leaf first, so that the head of a chain outlives its tail."""
+        self._pages: dict[bytes, dict[bytes, LogicalPage]] = {}
+        """By group and hash, those with parts or writers."""
+        self._order: OrderedDict[LogicalPage, None] = OrderedDict()
+        """Those with parts, least recently used first. Touched leaf first, so that the head of a chain outlives its tail."""
+        self._objects = 0
         self._pins: dict[int, PinSet] = {}
         self._reservations: dict[int, Reservation] = {}
         self._condemned: deque[dict[bytes, Entry]] = deque()
@@ -118,7 +149,7 @@ class Store:
 
     @property
     def objects(self) -> int:
-        return len(self._order)
+        return self._objects
 
     @property
     def used_bytes(self) -> int:
@@ -138,7 +169,7 @@ class Store:
             move = self._order.move_to_end
             for entry in reversed(found):
                 if entry is not None:
-                    move(entry)
+                    move(entry.page)
         column = bytes([entry is not None for entry in found])
         self.stats.hit_keys += column.count(1)
         return column
@@ -167,7 +198,7 @@ class Store:
             pinned.append(entry)
             status[i], where[i], checksum[i] = LOCAL, entry.offset, entry.checksum
         for entry in reversed(pinned):
-            self._order.move_to_end(entry)
+            self._order.move_to_end(entry.page)
         pin = self._new_id()
         if pinned:
             self._pins[pin] = PinSet(owner, pinned, now + self.pin_seconds)
@@ -194,8 +225,11 @@ class Store:
 
     # ------------------------------------------------------------------ stores
 
-    def reserve(self, owner: int, namespace: bytes, hashes: bytes, length: int) -> tuple[int, bytearray, list[int]]:
-        """Room for the keys that are not here: (transaction, status column, offsets). Evicts as needed.
+    def reserve(
+        self, owner: int, namespace: bytes, hashes: bytes, length: int, group: bytes = b""
+    ) -> tuple[int, bytearray, list[int]]:
+        """Room for the keys that are not here: (transaction, status column, offsets). Evicts as needed, but no part of the
+        pages that are being written. Without a group the namespace is its own.
 
         After the first key without room the rest is REFUSED too: without that page nobody could use them.
         """
@@ -209,6 +243,7 @@ class Store:
         for entry in present:
             self._pin(entry)  # not evicted to make room for its own suffix
         missing = [i for i, entry in enumerate(found) if entry is None or entry.length != length]
+        pages = [self._written(group or namespace, each[i]) for i in missing]
         offsets = self.allocator.allocate_many(length, len(missing)) if missing else []
         while len(offsets) < len(missing):
             offset = self._allocate(length)
@@ -217,8 +252,10 @@ class Store:
             offsets.append(offset)
         for i, offset in zip(missing, offsets, strict=False):
             status[i], where[i] = WRITE, offset
-            reservation.hashes.append(each[i])
             reservation.offsets.append(offset)
+        reservation.pages = pages[: len(offsets)]
+        for page in pages[len(offsets) :]:
+            self._not_written(page)
         end = missing[len(offsets)] if len(offsets) < len(missing) else count
         self.stats.refused += len(missing) - len(offsets)
         for i, known in enumerate(found[:end]):
@@ -227,7 +264,7 @@ class Store:
         self._unpin(present)
         for entry in reversed(present):
             if not entry.dead:
-                self._order.move_to_end(entry)
+                self._order.move_to_end(entry.page)
         self.stats.had += len(present)
         txn = self._new_id()
         if reservation.offsets:
@@ -245,10 +282,11 @@ class Store:
         del self._reservations[txn]
         result = bytearray(len(reservation.offsets))
         fresh: list[Entry] = []
-        column = zip(reservation.hashes, reservation.offsets, ok, checksums, strict=False)
+        column = zip(reservation.pages, reservation.offsets, ok, checksums, strict=False)
         done = 0
-        for i, (page_hash, offset, whole, checksum) in enumerate(column):
+        for i, (page, offset, whole, checksum) in enumerate(column):
             done = i + 1
+            page_hash = page.hash
             if not whole:
                 self.allocator.free(offset)
                 self.stats.abandoned += 1
@@ -262,8 +300,11 @@ class Store:
                     continue
                 self._remove(existing)
                 objects = self._index.setdefault(reservation.namespace, {})
-            entry = Entry(objects, reservation.namespace, page_hash, offset, reservation.length, checksum)
+            entry = Entry(objects, page, reservation.namespace, page_hash, offset, reservation.length, checksum)
             objects[page_hash] = entry
+            page.parts.append(entry)
+            self._order.setdefault(page)
+            self._objects += 1
             fresh.append(entry)
             self.stats.stored += 1
             self.stats.stored_bytes += entry.length
@@ -271,8 +312,10 @@ class Store:
         for offset in reservation.offsets[done:]:
             self.allocator.free(offset)
             self.stats.abandoned += 1
+        for page in reservation.pages:
+            self._not_written(page)
         for entry in reversed(fresh):
-            self._order[entry] = None
+            self._order.move_to_end(entry.page)
         return bytes(result)
 
     # ------------------------------------------------------------------ removal
@@ -283,18 +326,19 @@ class Store:
             self._unpin(self._pins.pop(pin).entries)
         for txn in [txn for txn, held in self._reservations.items() if held.owner == owner]:
             reservation = self._reservations.pop(txn)
-            for offset in reservation.offsets:
+            for page, offset in zip(reservation.pages, reservation.offsets, strict=True):
+                self._not_written(page)
                 self.allocator.free(offset)
             self.stats.abandoned += len(reservation.offsets)
 
     def discard(self, namespace: bytes, hashes: bytes, reason: str) -> int:
-        """Forget objects whose bytes are not what they should be. Returns how many were here."""
+        """Forget objects whose bytes are not what they should be, and the other parts of their pages. Returns how many
+        objects went."""
         dropped = 0
         for at in range(0, len(hashes), HASH_BYTES):
             entry = self._index.get(namespace, {}).get(hashes[at : at + HASH_BYTES])
             if entry is not None:
-                self._remove(entry)
-                dropped += 1
+                dropped += self._remove_page(entry.page)
         self.stats.discarded += dropped
         self.stats.reasons[reason] += dropped
         return dropped
@@ -370,28 +414,58 @@ class Store:
         return None
 
     def _evict_one(self) -> bool:
-        """Forget the least recently used object that nobody reads. Pinned ones met on the way are in use: they move up."""
+        """Forget the least recently used page that nobody reads or writes. Those in use met on the way move up."""
         for _ in range(len(self._order)):
-            entry = next(iter(self._order))
-            if entry.pins:
-                self._order.move_to_end(entry)
+            page = next(iter(self._order))
+            if page.in_use:
+                self._order.move_to_end(page)
                 continue
-            self.stats.evicted += 1
-            self.stats.evicted_bytes += entry.length
-            self._remove(entry)
+            self.stats.evicted_bytes += sum(part.length for part in page.parts)
+            self.stats.evicted += self._remove_page(page)
             return True
         return False
+
+    def _remove_page(self, page: LogicalPage) -> int:
+        parts = list(page.parts)
+        for part in parts:
+            self._remove(part)
+        return len(parts)
 
     def _remove(self, entry: Entry) -> None:
         """Out of the index now; memory when the last reader is done."""
         del entry.home[entry.hash]
         if not entry.home and self._index.get(entry.namespace) is entry.home:
             del self._index[entry.namespace]
-        del self._order[entry]
+        page = entry.page
+        page.parts.remove(entry)
+        self._objects -= 1
+        if not page.parts:
+            del self._order[page]
+            self._drop_if_empty(page)
         entry.dead = True
         self._note(False, entry)
         if entry.pins == 0:
             self.allocator.free(entry.offset)
+
+    def _written(self, group: bytes, page_hash: bytes) -> LogicalPage:
+        """The logical page, with one more writer."""
+        pages = self._pages.setdefault(group, {})
+        page = pages.get(page_hash)
+        if page is None:
+            page = pages[page_hash] = LogicalPage(group, page_hash)
+        page.writers += 1
+        return page
+
+    def _not_written(self, page: LogicalPage) -> None:
+        page.writers -= 1
+        self._drop_if_empty(page)
+
+    def _drop_if_empty(self, page: LogicalPage) -> None:
+        if page.parts or page.writers:
+            return
+        pages = self._pages[page.group]
+        if pages.pop(page.hash, None) is not None and not pages:
+            del self._pages[page.group]
 
     def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
@@ -418,7 +492,8 @@ class Store:
         self._changes.append((added, entry.namespace, entry.hash))
 
     def entries(self) -> Iterator[Entry]:
-        return iter(self._order)
+        """Every object, those of the least recently used pages first."""
+        return (part for page in self._order for part in page.parts)
 
     def validate(self) -> None:
         """Everything that must hold between two calls; tests run it after every event."""
@@ -426,7 +501,15 @@ class Store:
         homes = [*self._index.values(), *self._condemned]
         indexed = [entry for objects in homes for entry in objects.values()]
         assert all(entry.home is objects for objects in homes for entry in objects.values())
-        assert set(map(id, indexed)) == set(map(id, self._order)), "index and eviction order hold the same objects"
+        assert sorted(map(id, indexed)) == sorted(map(id, self.entries())), "index and eviction order hold the same objects"
+        assert len(indexed) == self._objects
+        pages = [page for pages in self._pages.values() for page in pages.values()]
+        assert all(self._pages[page.group][page.hash] is page for page in pages)
+        assert {id(page) for page in pages if page.parts} == set(map(id, self._order)), "pages with parts can be evicted"
+        writers = Counter(id(page) for held in self._reservations.values() for page in held.pages)
+        assert all((page.parts or page.writers) and page.writers == writers[id(page)] for page in pages)
+        assert all(part.page is page and part.hash == page.hash for page in pages for part in page.parts)
+        assert set(writers) <= set(map(id, pages))
         for namespace, objects in self._index.items():
             assert objects, "an empty namespace has no dict"
             for page_hash, entry in objects.items():

@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hicache_mooncake.protocol import (
-    HASH_BYTES,
+    MAX_KEYS_PER_MESSAGE,
+    MAX_NAMESPACES_PER_MESSAGE,
     NAMESPACE_BYTES,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
+    Answer,
     Beat,
     BeatReply,
     ClearNamespace,
@@ -27,6 +29,7 @@ from hicache_mooncake.protocol import (
     NodeInfo,
     Peer,
     ProtocolError,
+    Question,
     Refused,
     Snapshot,
     Update,
@@ -39,9 +42,9 @@ from .membership import ACTIVE, GONE, Member, Membership, NoRoom, is_loopback, i
 
 MAX_NAME_BYTES = 255
 MAX_LATER_KEYS = 524_288
+"""Keys in updates that overtook the snapshot they follow. Past this the snapshot is asked for again."""
 REMEMBER_CLEARS_S = 60.0
 MAX_RECENT_CLEARS = 1024
-"""Keys in updates that overtook the snapshot they follow. Past this the snapshot is asked for again."""
 MAX_LATER_UPDATES = 65_536
 STALLED_SNAPSHOT_S = 15.0
 """A snapshot of which no part came for so long has lost one. Long: nodes whose connection breaks join again and start over, and
@@ -422,20 +425,28 @@ class MasterCore:
     # ------------------------------------------------------------------ questions
 
     def _lookup(self, message: Lookup) -> LookupReply:
-        _count([(message.namespace, message.hashes)])
+        if len(message.questions) > MAX_NAMESPACES_PER_MESSAGE:
+            raise ProtocolError(f"{len(message.questions)} questions in one message: the limit is {MAX_NAMESPACES_PER_MESSAGE}")
+        keys = _count([(question.namespace, question.hashes) for question in message.questions])
+        if keys > MAX_KEYS_PER_MESSAGE:
+            raise ProtocolError(f"{keys} pages asked for in one message: the limit is {MAX_KEYS_PER_MESSAGE}")
         asker = self._tracks.get(message.asker)
+        slot_of_asker = asker.slot if asker else None
+        self.stats.lookups += 1
+        self.stats.lookup_keys += keys
+        return LookupReply(message.id, [self._answer(question, slot_of_asker) for question in message.questions])
+
+    def _answer(self, question: Question, asker: int | None) -> Answer:
         column, slots = self.directory.lookup(
-            message.namespace, message.hashes, asker.slot if asker else None, message.prefix, self._answered_slots()
+            question.namespace, question.hashes, asker, question.prefix, self._answered_slots()
         )
         peers = []
         for slot in slots:
             member = self.membership.get(self._by_slot[slot])
             assert member is not None
             peers.append(Peer(member.name, member.incarnation, member.host, member.port))
-        self.stats.lookups += 1
-        self.stats.lookup_keys += len(message.hashes) // HASH_BYTES
         self.stats.lookup_hits += len(column) - column.count(0)
-        return LookupReply(message.id, column, peers)
+        return Answer(column, peers)
 
     def _answered_slots(self) -> int:
         version = self.membership.version
