@@ -268,7 +268,6 @@ class PoolClient:
 
     def _bounce_rounds(self, op: str, body: Body, hashes: bytes, addresses: array[int], deadline: float) -> Outcome:
         count = len(hashes) // p.HASH_BYTES
-        lengths = [run.length for run in body.runs]
         try:
             bounce = self._bounce(op)
             at_once, slot = bounce.slots(body.length)
@@ -278,7 +277,7 @@ class PoolClient:
         ok = bytearray()
         total = Outcome(b"")
         reasons: Counter[str] = Counter()
-        runs = len(lengths)
+        runs = len(body.runs)
 
         def place(page: int) -> tuple[int, Sequence[int]]:
             return slot.address + page % at_once * slot.stride, addresses[page * runs : (page + 1) * runs]
@@ -291,7 +290,7 @@ class PoolClient:
                 ok += bytes(len(batch))
                 continue
 
-            if op == "store" and not all(copy_here(*place(page), lengths, deadline, out=True) for page in batch):
+            if op == "store" and not all(copy_here(*place(page), body.runs, deadline, out=True) for page in batch):
                 reasons["deadline"] += len(batch)
                 ok += bytes(len(batch))
                 continue
@@ -305,7 +304,7 @@ class PoolClient:
             if op == "load":
                 arrived = bytearray(part.ok)
                 for index, page in enumerate(batch):
-                    if arrived[index] and not copy_here(*place(page), lengths, deadline, out=False):
+                    if arrived[index] and not copy_here(*place(page), body.runs, deadline, out=False):
                         arrived[index] = 0
                         reasons["deadline"] += 1
                 part.ok = bytes(arrived)

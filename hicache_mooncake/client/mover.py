@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.keys import checksum_seed
-from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
+from hicache_mooncake.transfer.memory import BodyLayout, EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
 from hicache_mooncake.transfer.peers import Peers, peer_closed
 from hicache_mooncake.transfer.tcp import PeerConnection
 from hicache_mooncake.wire import Wire, WireClosed
@@ -52,18 +53,26 @@ class Fetching:
         self.asked_at = time.monotonic()
 
 
+_MAX_BODY_BYTES = 4 << 30
+_MAX_DIMS = 8
+
+
 class Batch:
-    """Geometry of one Transfer: the run addresses of page i."""
+    """Geometry of one Transfer: the run addresses of page i. Raises ProtocolError for one that cannot be."""
 
     def __init__(self, job: p.Transfer) -> None:
         self.job = job
         self.count = p.count_hashes(job.hashes)
-        self.lengths = [run.length for run in job.runs]
-        self.body_bytes = sum(self.lengths)
+        for run in job.runs:
+            _check_run(run)
+        self.body_bytes = sum(run.length for run in job.runs)
+        if not 0 < self.body_bytes <= _MAX_BODY_BYTES:
+            raise p.ProtocolError(f"page bodies of {self.body_bytes} bytes")
+        self.layout = BodyLayout(job.runs)
         self._pages = array("q", job.pages)
         self._addresses = array("q", job.addresses)
         expected = self.count * len(job.runs) if job.addresses else self.count
-        if self.body_bytes <= 0 or len(self._addresses or self._pages) != expected:
+        if len(self._addresses or self._pages) != expected:
             raise p.ProtocolError(
                 f"batch of {self.count} keys does not match its {len(self._addresses or self._pages)} addresses"
             )
@@ -73,10 +82,19 @@ class Batch:
 
     def addresses(self, i: int) -> Sequence[int]:
         if self._addresses:
-            runs = len(self.lengths)
+            runs = len(self.job.runs)
             return self._addresses[i * runs : (i + 1) * runs]
         page = self._pages[i]
         return [run.address + page * run.stride for run in self.job.runs]
+
+
+def _check_run(run: p.Run) -> None:
+    counts = [count for count, _ in run.dims]
+    steps = [step for _, step in run.dims]
+    if run.length <= 0 or len(run.dims) > _MAX_DIMS or min(counts, default=1) <= 0 or min(steps, default=1) <= 0:
+        raise p.ProtocolError(f"a run of {run.length} bytes with counts {counts} and steps {steps}")
+    if run.length % math.prod(counts):
+        raise p.ProtocolError(f"a run of {run.length} bytes cannot be {counts} equal pieces")
 
 
 class Mover:
@@ -160,7 +178,7 @@ class Mover:
             offset = located.where[i]
             body = segment.view[offset : offset + batch.body_bytes]
             try:
-                arrived = self._memory.load(body, segment.address + offset, batch.addresses(i), batch.lengths, batch.seed(i))
+                arrived = self._memory.load(body, segment.address + offset, batch.addresses(i), batch.layout, batch.seed(i))
             except EngineMemoryError:
                 reasons["engine_memory"] += 1
                 continue
@@ -271,7 +289,7 @@ class Mover:
                     reasons["wrong_length" if status == p.WRONG_LENGTH else "gone_remote"] += 1
                     settled += 1
             places, seeds = [batch.addresses(i) for i, _ in held], [batch.seed(i) for i, _ in held]
-            bodies = self._memory.receive(connection.source(deadline), places, batch.lengths, seeds)
+            bodies = self._memory.receive(connection.source(deadline), places, batch.layout, seeds)
             for (i, checksum), arrived in zip(held, bodies, strict=True):
                 received += batch.body_bytes
                 if arrived == checksum:
@@ -347,7 +365,7 @@ class Mover:
                     body = segment.view[offset : offset + batch.body_bytes]
                     try:
                         at = segment.address + offset
-                        checksum = self._memory.store(batch.addresses(i), batch.lengths, body, at, batch.seed(i))
+                        checksum = self._memory.store(batch.addresses(i), batch.layout, body, at, batch.seed(i))
                         good = 1
                     except EngineMemoryError:
                         reasons["engine_memory"] += 1
@@ -422,6 +440,7 @@ def serve(sock: socket.socket, role: str) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine; the mover ends with it
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy, where it is needed, must not start one thread a core
     serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
     os._exit(0)  # no destructor may wait for a background fault-in
 

@@ -1,29 +1,137 @@
 """The engine's L2 memory as a mover reaches it: mapped from a memfd, or through process_vm_readv/writev.
 
-Both copy a page body run by run in chunks that stay in the CPU's cache, so that the checksum reads each chunk from there:
+Both copy a page body part by part, in chunks that stay in the CPU's cache, so that the checksum reads each chunk from there:
 copy and checksum together cost little more than the copy. What a load returns is the checksum of the bytes that arrived.
+
+Strided runs (`Run.dims`) are gathered and scattered by numpy, which is imported when the first one is met.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
-from hicache_mooncake.protocol import Region
+from hicache_mooncake.protocol import Region, Run
 from hicache_mooncake.transfer.mapping import Mapping
 
 CHUNK = 256 << 10
-"""Copy and checksum step: measured best between 128 KiB and 512 KiB (benchmarks/shm.py prints the ratio to memcpy)."""
+"""Copy and checksum step: measured best between 128 KiB and 512 KiB."""
+STRIDED_CHUNK = 128 << 10
+"""The same for strided runs. Smaller, since what was scattered is read back for its checksum, and pieces that lie a power of
+two apart share few of the cache's sets."""
 
 
 class EngineMemoryError(Exception):
     """Engine memory could not be reached: an address outside the regions shared at attach, or a refused system call."""
+
+
+Dims = tuple[tuple[int, int], ...]
+
+
+class Part(NamedTuple):
+    """A step of a copy: `size` bytes of the body, from `offset` past the address of run number `run`. With `dims` (as in `Run`)
+    they lie there as equal pieces, of `size` over the product of the counts."""
+
+    run: int
+    offset: int
+    size: int
+    dims: Dims = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(count for count, _ in self.dims)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(step for _, step in self.dims)
+
+    @property
+    def piece(self) -> int:
+        return self.size // math.prod(self.shape)
+
+
+class BodyLayout:
+    """How a page body lies in engine memory, worked out once a batch. The runs must have been checked: counts and steps above
+    0, lengths that are a multiple of the product of the counts.
+
+    `length` is the body's, `extents` says for each run how far its last byte is from its address, and `parts` cover the body in
+    order, each small enough to stay in the cache.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = len(runs)
+        self.length = sum(run.length for run in runs)
+        self.extents = [extent(run) for run in runs]
+        self.strided = any(run.dims for run in runs)
+        self.parts: list[Part] = []
+        for number, run in enumerate(runs):
+            self.parts += _split(number, 0, tuple((count, step) for count, step in run.dims), run.length)
+
+    @functools.cached_property
+    def gathered(self) -> list[list[Part]]:
+        """The parts in groups of at most CHUNK bytes; a strided one is alone."""
+        groups: list[list[Part]] = []
+        room = 0
+        for part in self.parts:
+            if part.dims or part.size > room:
+                groups.append([])
+                room = CHUNK
+            groups[-1].append(part)
+            room = 0 if part.dims else room - part.size
+        return groups
+
+
+def extent(run: Run) -> int:
+    """Bytes from the address of a run to the end of its last piece."""
+    piece = run.length // math.prod(count for count, _ in run.dims)
+    return piece + sum((count - 1) * step for count, step in run.dims)
+
+
+def _split(run: int, offset: int, dims: Dims, size: int) -> Iterator[Part]:
+    if not dims:
+        for start in range(0, size, CHUNK):
+            yield Part(run, offset + start, min(CHUNK, size - start))
+        return
+    (count, step), inner = dims[0], dims[1:]
+    inner_size = size // count
+    at_once = STRIDED_CHUNK // inner_size
+    if at_once:
+        for first in range(0, count, at_once):
+            now = min(at_once, count - first)
+            yield Part(run, offset + first * step, now * inner_size, ((now, step), *inner))
+    else:
+        for number in range(count):
+            yield from _split(run, offset + number * step, inner, inner_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _void(size: int) -> Any:
+    """The numpy dtype of a piece: copied whole, by one memmove."""
+    import numpy
+
+    return numpy.dtype((numpy.void, size))
+
+
+def _strided(buffer: Any, offset: int, part: Part) -> Any:
+    """Array of the pieces of a strided part, where they lie in a buffer. No copy."""
+    import numpy
+
+    return numpy.ndarray(part.shape, _void(part.piece), buffer, offset, part.steps)
+
+
+def _packed(buffer: Any, part: Part) -> Any:
+    """Array of the pieces of a strided part that lie one after the other from the start of a buffer. No copy."""
+    import numpy
+
+    return numpy.ndarray(part.shape, _void(part.piece), buffer)
 
 
 Source = Callable[[list[memoryview]], int]
@@ -31,19 +139,18 @@ Source = Callable[[list[memoryview]], int]
 
 
 class EngineMemory(Protocol):
-    """Where page bodies come from and go to. A body is the concatenation of the runs at `addresses`, of `lengths` bytes; `seed`
-    is the page's `checksum_seed`."""
+    """Where page bodies come from and go to. A body is the concatenation of the runs of `layout`, which lie at `addresses`;
+    `seed` is the page's `checksum_seed`. Each raises EngineMemoryError, before any byte is moved if a run is not in the memory
+    that was shared."""
 
-    def store(
-        self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int, seed: int
-    ) -> int:
+    def store(self, addresses: Sequence[int], layout: BodyLayout, target: memoryview, target_address: int, seed: int) -> int:
         """Engine -> segment. Returns xxh3-64 of the body as it lies in the segment."""
 
-    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int], seed: int) -> int:
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], layout: BodyLayout, seed: int) -> int:
         """Segment -> engine. Returns xxh3-64 of what arrived."""
 
     def receive(
-        self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int], seeds: Sequence[int]
+        self, source: Source, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
     ) -> Iterator[int]:
         """Peer -> engine, bodies one after the other; yields xxh3-64 of each as it has arrived. `pages` are their addresses.
         Raises ConnectionError when the peer ends in mid-body and TimeoutError when it is too slow."""
@@ -52,7 +159,10 @@ class EngineMemory(Protocol):
 
 
 class MappedMemory:
-    """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors."""
+    """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors. Not thread-safe.
+
+    Every checksum of a load is of bytes read back from engine memory after the copy, strided ones too.
+    """
 
     def __init__(self, regions: Sequence[Region], fds: Sequence[int]) -> None:
         self._mappings: list[Mapping] = []
@@ -67,58 +177,117 @@ class MappedMemory:
             self.close()
             raise
 
-    def _view(self, address: int, length: int) -> memoryview:
+    @functools.cached_property
+    def _scratch(self) -> memoryview:
+        return memoryview(bytearray(STRIDED_CHUNK))
+
+    @functools.cached_property
+    def _received(self) -> memoryview:
+        return memoryview(bytearray(CHUNK))
+
+    def _locate(self, address: int, length: int) -> tuple[memoryview, int]:
+        """The view of the mapping that these bytes are in, and where in it they begin."""
         at = bisect.bisect_right(self._starts, address) - 1
         if at >= 0:
             offset = address - self._starts[at]
             mapping = self._mappings[at]
             if offset + length <= mapping.length:
-                return mapping.view[offset : offset + length]
+                return mapping.view, offset
         raise EngineMemoryError(f"{length} bytes at {address:#x} are outside the memory shared at attach")
 
-    def store(
-        self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int, seed: int
-    ) -> int:
-        return self._copy(target, addresses, lengths, seed, to_engine=False)
+    def _check(self, addresses: Sequence[int], layout: BodyLayout) -> None:
+        for address, length in zip(addresses, layout.extents, strict=True):
+            self._locate(address, length)
 
-    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int], seed: int) -> int:
-        return self._copy(source, addresses, lengths, seed, to_engine=True)
+    def _view(self, addresses: Sequence[int], part: Part) -> memoryview:
+        """A contiguous part where it lies."""
+        view, offset = self._locate(addresses[part.run] + part.offset, part.size)
+        return view[offset : offset + part.size]
 
-    def _copy(self, body: memoryview, addresses: Sequence[int], lengths: Sequence[int], seed: int, *, to_engine: bool) -> int:
+    def _pieces(self, addresses: Sequence[int], part: Part) -> Any:
+        """The pieces of a strided part where they lie. The whole run has been checked; numpy checks once more."""
+        view, offset = self._locate(addresses[part.run] + part.offset, part.piece)
+        return _strided(view, offset, part)
+
+    def _put(self, addresses: Sequence[int], part: Part, source: memoryview) -> memoryview:
+        """Copy one part to the engine and give back what lies there now."""
+        if not part.dims:
+            there = self._view(addresses, part)
+            there[:] = source
+            return there
+        pieces = self._pieces(addresses, part)
+        pieces[...] = _packed(source, part)
+        back = self._scratch[: part.size]
+        _packed(back, part)[...] = pieces
+        return back
+
+    def store(self, addresses: Sequence[int], layout: BodyLayout, target: memoryview, target_address: int, seed: int) -> int:
+        self._check(addresses, layout)
         digest = xxhash.xxh3_64(seed=seed)
         at = 0
-        for address, length in zip(addresses, lengths, strict=True):
-            engine, stored = self._view(address, length), body[at : at + length]
-            target, source = (engine, stored) if to_engine else (stored, engine)
-            for start in range(0, length, CHUNK):
-                piece = target[start : start + CHUNK]
-                piece[:] = source[start : start + CHUNK]
-                digest.update(piece)
-            at += length
+        for part in layout.parts:
+            body = target[at : at + part.size]
+            if part.dims:
+                _packed(body, part)[...] = self._pieces(addresses, part)
+            else:
+                body[:] = self._view(addresses, part)
+            digest.update(body)
+            at += part.size
+        return digest.intdigest()
+
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], layout: BodyLayout, seed: int) -> int:
+        self._check(addresses, layout)
+        return self._scatter(source, addresses, layout, seed)
+
+    def _scatter(self, body: memoryview, addresses: Sequence[int], layout: BodyLayout, seed: int) -> int:
+        digest = xxhash.xxh3_64(seed=seed)
+        at = 0
+        for part in layout.parts:
+            digest.update(self._put(addresses, part, body[at : at + part.size]))
+            at += part.size
         return digest.intdigest()
 
     def receive(
-        self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int], seeds: Sequence[int]
+        self, source: Source, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
     ) -> Iterator[int]:
-        runs = len(lengths)
         seed = iter(seeds)
-        for group in _groups(pages, lengths):
-            views = [self._view(address, length) for page in group for address, length in zip(page, lengths, strict=True)]
+        for group in _groups(pages, layout):
+            for addresses in group:
+                self._check(addresses, layout)
             if len(group) > 1:
-                fill(source, views)
-                for first in range(0, len(views), runs):
-                    digest = xxhash.xxh3_64(seed=next(seed))
-                    for view in views[first : first + runs]:
-                        digest.update(view)
-                    yield digest.intdigest()
+                arrived = self._receive_strided if layout.strided else self._receive_contiguous
+                yield from arrived(source, group, layout, seed)
                 continue
             digest = xxhash.xxh3_64(seed=next(seed))
-            for view in views:
-                for start in range(0, len(view), CHUNK):
-                    piece = view[start : start + CHUNK]
-                    fill(source, [piece])
-                    digest.update(piece)
+            for part in layout.parts:
+                if part.dims:
+                    body = self._received[: part.size]
+                    fill(source, [body])
+                    digest.update(self._put(group[0], part, body))
+                else:
+                    view = self._view(group[0], part)
+                    fill(source, [view])
+                    digest.update(view)
             yield digest.intdigest()
+
+    def _receive_contiguous(
+        self, source: Source, group: Sequence[Sequence[int]], layout: BodyLayout, seed: Iterator[int]
+    ) -> Iterator[int]:
+        views = [self._view(addresses, part) for addresses in group for part in layout.parts]
+        fill(source, views)
+        for first in range(0, len(views), len(layout.parts)):
+            digest = xxhash.xxh3_64(seed=next(seed))
+            for view in views[first : first + len(layout.parts)]:
+                digest.update(view)
+            yield digest.intdigest()
+
+    def _receive_strided(
+        self, source: Source, group: Sequence[Sequence[int]], layout: BodyLayout, seed: Iterator[int]
+    ) -> Iterator[int]:
+        bodies = self._received[: len(group) * layout.length]
+        fill(source, [bodies])
+        for number, addresses in enumerate(group):
+            yield self._scatter(bodies[number * layout.length : (number + 1) * layout.length], addresses, layout, next(seed))
 
     def close(self) -> None:
         for mapping in self._mappings:
@@ -141,7 +310,11 @@ _MAX_IOV = 512
 
 
 class ForeignMemory:
-    """Memory of another process, by system call. Needs ptrace rights over it (same user, and Yama where it is on)."""
+    """Memory of another process, by system call. Needs ptrace rights over it (same user, and Yama where it is on). Not
+    thread-safe.
+
+    The checksum of a load is of the body, read after it was copied: what was written cannot be read back for less than it cost.
+    """
 
     def __init__(self, pid: int, regions: Sequence[Region]) -> None:
         self._pid = pid
@@ -157,73 +330,85 @@ class ForeignMemory:
 
     def transfer(self, write: bool, local: int, remote: Sequence[tuple[int, int]]) -> None:
         """Move the concatenation of `remote` (address, length) pairs to or from `local`, in whole."""
-        call = _libc.process_vm_writev if write else _libc.process_vm_readv
         for first in range(0, len(remote), _MAX_IOV):
             part = remote[first : first + _MAX_IOV]
             total = sum(length for _, length in part)
-            mine = _IoVec(local, total)
             theirs = (_IoVec * len(part))(*(_IoVec(address, length) for address, length in part))
-            moved = call(self._pid, ctypes.addressof(mine), 1, ctypes.addressof(theirs), len(part), 0)
-            if moved != total:
-                error = ctypes.get_errno() if moved < 0 else 0
-                verb = "write" if write else "read"
-                raise EngineMemoryError(f"process_vm_{verb}v of {total} bytes: {os.strerror(error) if error else moved}")
+            self._call(write, local, total, ctypes.addressof(theirs), len(part))
             local += total
 
-    def _pieces(self, addresses: Sequence[int], lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
-        """The body in groups of at most CHUNK bytes, each a list of (address, length)."""
-        groups: list[list[tuple[int, int]]] = [[]]
-        room = CHUNK
-        for address, length in zip(addresses, lengths, strict=True):
+    def _transfer_pieces(self, write: bool, local: int, address: int, part: Part) -> None:
+        """The same for a strided part whose first piece is at `address`."""
+        import numpy
+
+        piece = part.piece
+        places: Any = numpy.array([address], numpy.uint64)
+        for count, step in part.dims:
+            places = numpy.add.outer(places, numpy.arange(count, dtype=numpy.uint64) * numpy.uint64(step)).ravel()
+        theirs: Any = numpy.full((places.size, 2), piece, numpy.uint64)
+        theirs[:, 0] = places
+        for first in range(0, len(theirs), _MAX_IOV):
+            some = theirs[first : first + _MAX_IOV]
+            self._call(write, local, len(some) * piece, some.ctypes.data, len(some))
+            local += len(some) * piece
+
+    def _call(self, write: bool, local: int, total: int, theirs: int, count: int) -> None:
+        mine = _IoVec(local, total)
+        call = _libc.process_vm_writev if write else _libc.process_vm_readv
+        moved = call(self._pid, ctypes.addressof(mine), 1, theirs, count, 0)
+        if moved != total:
+            error = ctypes.get_errno() if moved < 0 else 0
+            verb = "write" if write else "read"
+            raise EngineMemoryError(f"process_vm_{verb}v of {total} bytes: {os.strerror(error) if error else moved}")
+
+    def _move(self, write: bool, local: int, addresses: Sequence[int], parts: list[Part]) -> None:
+        """One group of `BodyLayout.gathered`, to or from `local`."""
+        if parts[0].dims:
+            self._transfer_pieces(write, local, addresses[parts[0].run] + parts[0].offset, parts[0])
+        else:
+            self.transfer(write, local, [(addresses[part.run] + part.offset, part.size) for part in parts])
+
+    def _check_all(self, addresses: Sequence[int], layout: BodyLayout) -> None:
+        for address, length in zip(addresses, layout.extents, strict=True):
             self._check(address, length)
-            at = 0
-            while at < length:
-                if room == 0:
-                    groups.append([])
-                    room = CHUNK
-                step = min(room, length - at)
-                groups[-1].append((address + at, step))
-                at += step
-                room -= step
-        return groups
 
-    def store(
-        self, addresses: Sequence[int], lengths: Sequence[int], target: memoryview, target_address: int, seed: int
-    ) -> int:
-        return self._copy(target, target_address, addresses, lengths, seed, to_engine=False)
+    def store(self, addresses: Sequence[int], layout: BodyLayout, target: memoryview, target_address: int, seed: int) -> int:
+        return self._copy(target, target_address, addresses, layout, seed, to_engine=False)
 
-    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], lengths: Sequence[int], seed: int) -> int:
-        return self._copy(source, source_address, addresses, lengths, seed, to_engine=True)
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], layout: BodyLayout, seed: int) -> int:
+        return self._copy(source, source_address, addresses, layout, seed, to_engine=True)
 
     def _copy(
         self,
         body: memoryview,
         body_address: int,
         addresses: Sequence[int],
-        lengths: Sequence[int],
+        layout: BodyLayout,
         seed: int,
         *,
         to_engine: bool,
     ) -> int:
         # The checksum is taken after the copy: had the body changed before or during it, the checksum would tell.
+        self._check_all(addresses, layout)
         digest = xxhash.xxh3_64(seed=seed)
         at = 0
-        for group in self._pieces(addresses, lengths):
-            size = sum(length for _, length in group)
-            self.transfer(to_engine, body_address + at, group)
+        for parts in layout.gathered:
+            size = sum(part.size for part in parts)
+            self._move(to_engine, body_address + at, addresses, parts)
             digest.update(body[at : at + size])
             at += size
         return digest.intdigest()
 
     def receive(
-        self, source: Source, pages: Sequence[Sequence[int]], lengths: Sequence[int], seeds: Sequence[int]
+        self, source: Source, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
     ) -> Iterator[int]:
         for addresses, seed in zip(pages, seeds, strict=True):
+            self._check_all(addresses, layout)
             digest = xxhash.xxh3_64(seed=seed)
-            for group in self._pieces(addresses, lengths):
-                piece = self._bounce[: sum(length for _, length in group)]
+            for parts in layout.gathered:
+                piece = self._bounce[: sum(part.size for part in parts)]
                 fill(source, [piece])
-                self.transfer(True, self._bounce_address, group)
+                self._move(True, self._bounce_address, addresses, parts)
                 digest.update(piece)
             yield digest.intdigest()
 
@@ -231,9 +416,9 @@ class ForeignMemory:
         pass
 
 
-def _groups(pages: Sequence[Sequence[int]], lengths: Sequence[int]) -> Iterator[Sequence[Sequence[int]]]:
+def _groups(pages: Sequence[Sequence[int]], layout: BodyLayout) -> Iterator[Sequence[Sequence[int]]]:
     """Pages that are received together: small ones share a system call, as long as they fit the cache."""
-    together = max(1, min(CHUNK // sum(lengths), _MAX_IOV // len(lengths)))
+    together = max(1, min(CHUNK // layout.length, _MAX_IOV // layout.runs))
     for first in range(0, len(pages), together):
         yield pages[first : first + together]
 
@@ -260,21 +445,25 @@ _SHORT = 64 << 10
 """A copy of up to this length keeps the interpreter lock: beside a busy thread getting it back takes far longer."""
 
 
-def copy_here(buffer: int, addresses: Sequence[int], lengths: Sequence[int], deadline: float, *, out: bool) -> bool:
+def copy_here(buffer: int, addresses: Sequence[int], runs: Sequence[Run], deadline: float, *, out: bool) -> bool:
     """Copy one page between its runs in this process's memory and a contiguous buffer (`out`: to the buffer).
 
     False when the deadline has passed; the copy may then be in part.
     """
     at = buffer
-    for address, length in zip(addresses, lengths, strict=True):
+    for address, run in zip(addresses, runs, strict=True):
         if time.monotonic() > deadline:
             return False
-        move = _memmove if length <= _SHORT else ctypes.memmove
-        if out:
-            move(at, address, length)
+        target, source = (at, address) if out else (address, at)
+        if run.dims:
+            # In one piece, since numpy keeps the interpreter lock for a few pieces only.
+            whole = Part(0, 0, run.length, tuple((count, step) for count, step in run.dims))
+            there = _strided((ctypes.c_char * extent(run)).from_address(address), 0, whole)
+            here = _packed((ctypes.c_char * run.length).from_address(at), whole)
+            (here if out else there)[...] = there if out else here
         else:
-            move(address, at, length)
-        at += length
+            (_memmove if run.length <= _SHORT else ctypes.memmove)(target, source, run.length)
+        at += run.length
     return True
 
 
