@@ -13,42 +13,35 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-from hicache_mooncake import __version__, plugin
-from hicache_mooncake.client.client import Body, Outcome, PoolClient
-from hicache_mooncake.client.geometry import GeometryError, PoolGeometry, of_pool, page_numbers, run_addresses
-from hicache_mooncake.client.identity import namespace_of
-from hicache_mooncake.client.mover_process import MoverUnavailable
-from hicache_mooncake.config import ConfigError, Settings, load_settings
-from hicache_mooncake.keys import Namespace, pack_hashes
+from hicache_mooncake import plugin
+from hicache_mooncake.client.client import Body, PoolClient
+from hicache_mooncake.client.pools import KV, Need, StoredPool, View
+from hicache_mooncake.client.registry import Registry
+from hicache_mooncake.client.restorable import ALL_PAGES, TRAILING_PAGES, both, restorable_lengths, trailing_lengths
+from hicache_mooncake.config import Settings, load_settings
+from hicache_mooncake.keys import pack_hashes
 from hicache_mooncake.protocol import HASH_BYTES, Run, select_hashes
 
 log = logging.getLogger(__name__)
 
-_KV = "kv"
+_PAGES_A_CALL = 128
+"""Pages of SGLang's storage calls (`STORAGE_BATCH_SIZE`). Only the stores of side pools are unbounded: a whole node each."""
+_LONGEST_CALL_S = 6.0
+_MAX_REMEMBERED = 65_536
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class RegisteredPool:
-    """A host pool that can be stored whole: its geometry and the digest that all its pages' identities start with."""
-
-    pool: Any
-    geometry: PoolGeometry
-    namespace: Namespace
-    digest: bytes
 
 
 class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
     """One per rank. Thread-safe: SGLang calls from its query, read and write threads and from the scheduler.
 
     `storage_config` is SGLang's `HiCacheStorageConfig`; the second argument is the host pool (built-in names) or a dict
-    (`dynamic`), and not used: pools come through `register_mem_pool_host`. Raises ConfigError for a configuration that
-    cannot work. Without a reachable node everything is a miss, and heals when the node is there.
+    (`dynamic`), and not used: pools come through `register_mem_pool_host` and `register_mem_host_pool_v2`. Raises ConfigError
+    for a configuration that cannot work. Without a reachable node everything is a miss, and heals when the node is there.
     """
 
     def __init__(self, storage_config: Any, mem_pool_host: Any = None, **_kwargs: Any) -> None:
@@ -58,15 +51,18 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             log.info("%s", plugin.summary)
         for notice in notices:
             log.warning("%s", notice)
-        self._config = storage_config
         self._settings: Settings = settings
-        self._pool: RegisteredPool | None = None
-        self._refused: dict[str, str] = {}
+        dynamic = bool(extra_config.get("backend_name"))
+        self._generic = dynamic and not extra_config.get("interface_v1")
+        """SGLang copies pages into tensors of its own and calls `batch_set` and `batch_get`."""
+        self._incomplete: dict[str, None] = {}
+        """Keys for which a side pool's page could not be stored: their KV page would restore nothing. Oldest first."""
         self._metrics = StorageFigures(bool(getattr(storage_config, "enable_storage_metrics", False)))
         rank = f"tp{getattr(storage_config, 'tp_rank', 0)}pp{getattr(storage_config, 'pp_rank', 0)}"
         self.client = PoolClient(settings, f"{os.getpid()}:{getattr(storage_config, 'model_name', '')}:{rank}")
         self.client.start()
-        if extra_config.get("backend_name") and not extra_config.get("interface_v1"):
+        self._pools = Registry(storage_config, settings, self.client, dynamic=dynamic)
+        if self._generic:
             log.warning(
                 'the dynamic backend runs without "interface_v1": 1 in its extra config: every page is copied once more and '
                 "shared only with engines that run without it too. Add it"
@@ -75,144 +71,223 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------ registration
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Share the KV pool's memory. A pool that cannot be stored whole is refused in the log and then never hits."""
+        """Share the anchor's memory: the KV pool, or a logical one whose bytes all lie in side pools. A pool that cannot be
+        stored whole is refused in the log, and then nothing ever hits. An attach begins here: earlier side pools are gone."""
         super().register_mem_pool_host(mem_pool_host)
-        self._pool = None
-        self._refused.pop(_KV, None)
-        try:
-            geometry = of_pool(mem_pool_host, _KV)
-            namespace = namespace_of(self._config, mem_pool_host, geometry, self._settings)
-            mode = self.client.share(geometry)
-        except GeometryError as error:
-            self._refuse(_KV, str(error))
-            return
-        except MoverUnavailable as error:
-            raise ConfigError("copy_mode", "", self._settings.copy_mode, str(error)) from error
-        self._pool = RegisteredPool(mem_pool_host, geometry, namespace, namespace.digest())
-        log.info(
-            "hicache-mooncake %s: pool %s, %d pages of %d bytes in %d runs, copied by %s (%s), namespace %s, "
-            "node socket %s (%s), deadline %g s",
-            __version__,
-            _KV,
-            geometry.page_count,
-            geometry.body_bytes,
-            len(geometry.runs),
-            mode,
-            self.client.mode_reason,
-            self._pool.digest.hex(),
-            self._settings.socket,
-            self._settings.node,
-            self._settings.deadline_s,
-        )
+        self._pools.begin(mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """The KV pool again (already known), or a side pool: those are not stored yet, and so nothing with them ever hits."""
+        """Share a side pool's memory, also one that comes long after the attach (a draft's). The anchor comes here again."""
         self.registered_pools: dict[Any, Any] = getattr(self, "registered_pools", {})
-        self.registered_pools[host_pool_name] = host_pool  # as the base class does where it has this method (0.5.14)
-        name = str(getattr(host_pool_name, "value", host_pool_name))
-        if name != _KV:
-            self._refuse(name, f"pool {name} ({type(host_pool).__name__}): side pools are not supported by this release")
+        self.registered_pools[host_pool_name] = host_pool  # as the base class does where it has this method
+        self._pools.register(host_pool, _name(host_pool_name))
 
     def on_host_pools_registered(self) -> None:
-        """All pools of the attach are known: say once what will not be cached."""
-        if self._refused:
-            log.error("L3 is off for this model: %s. Every lookup answers 0", "; ".join(self._refused.values()))
-
-    def _refuse(self, pool: str, reason: str) -> None:
-        self._refused[pool] = reason
-        log.error("refused: %s", reason)
-
-    def _usable(self) -> RegisteredPool | None:
-        """None when some part of this model's pages cannot be stored: then nothing is, and nothing is found."""
-        return None if self._refused else self._pool
+        """All pools of the attach are known: say once what will not be cached, and why."""
+        self._pools.complete()
 
     # ------------------------------------------------------------------ lookups
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading pages can be loaded (0..len(keys)). `keys`: 64 hex digits each."""
+        """How many leading pages can be loaded (0..len(keys)). `keys`: 64 hex digits each.
+
+        Of a model with side pools, how many can be restored whole: a decode node promises them to its prefill node, and the
+        request fails where a side pool then has less."""
         return self._guard("exists", 0, lambda: self._exists(keys))
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
     def _exists(self, keys: Sequence[str]) -> int:
-        pool = self._usable()
-        if pool is None or not keys:
+        view = self._pools.view
+        if not view.usable or not keys:
             return 0
+        needs: dict[str, Need] = {}
+        for name in view.side_pools:
+            need = view.need(name)
+            if need is None or (need.policy == TRAILING_PAGES and not need.window):
+                text = f"a lookup that names no side pools answers 0 until SGLang has said what a hit needs of pool {name}"
+                self.client.quiet(logging.WARNING, f"need {name}", text)
+                return 0
+            needs[name] = need
+        lengths, _ = self._restorable(view, keys, needs)
+        return lengths[-1] if lengths else 0
+
+    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
+        """Which prefixes can be restored whole, as SGLang's `PoolTransferResult`: the longest, all of them, and how far each
+        pool's own pages reach (`kv` among them). Pools whose policy is not known here get no verdict."""
+        from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
+
+        if pool_transfers:
+            nothing: tuple[list[int], dict[Any, int]] = ([], {})
+            lengths, boundaries = self._guard("exists", nothing, lambda: self._exists_v2(keys, pool_transfers))
+        else:
+            lengths, boundaries = list(range(1, self.batch_exists(keys, extra_info) + 1)), {}
+        result = PoolTransferResult(lengths[-1] if lengths else 0, boundaries)
+        if hasattr(result, "restorable_prefix_pages"):  # 0.5.20 and newer
+            result.restorable_prefix_pages = lengths
+        return result
+
+    def _exists_v2(self, keys: Sequence[str], transfers: Iterable[Any]) -> tuple[list[int], dict[Any, int]]:
+        asked = list(transfers)
+        self._pools.learn(_needs(asked))
+        view = self._pools.view
+        if not view.usable or not keys:
+            return [], {}
+        lengths, boundaries = self._restorable(view, keys, _needs(asked))
+        names = {_name(transfer.name): transfer.name for transfer in asked}
+        return lengths, {names.get(name, name): boundary for name, boundary in boundaries.items()}
+
+    def _restorable(self, view: View, keys: Sequence[str], needs: Mapping[str, Need]) -> tuple[list[int], dict[str, int]]:
+        """(prefix lengths that can be restored, ascending; how far each pool's own pages reach). One message to the node."""
         hashes, bad = pack_hashes(keys)
+        count = len(keys)
         if bad:
             self.client.miss({"bad_key": len(bad)})
-            hashes = hashes[: bad[0] * HASH_BYTES]
-        return self.client.exists(pool.digest, hashes)
+            count = bad[0]
+            hashes = hashes[: count * HASH_BYTES]
+        unknown = [name for name in needs if name not in view.pools]
+        whole = [KV] if KV in view.pools else []
+        whole += [name for name, need in needs.items() if need.policy == ALL_PAGES and name in view.pools]
+        trailing = [name for name, need in needs.items() if need.policy == TRAILING_PAGES and name in view.pools]
+        leading = [(name, body.namespace) for name in whole for body in self._bodies(view.pools[name])]
+        sparse = [(name, body.namespace) for name in trailing for body in self._bodies(view.pools[name])]
+        if not count or not (leading or sparse):
+            return [], {}
+        found = self.client.find([namespace for _, namespace in leading], hashes, [namespace for _, namespace in sparse])
+        boundaries = {KV: count}
+        for (name, _), run in zip(leading, found.runs, strict=True):
+            boundaries[name] = min(run, boundaries.get(name, count), boundaries[KV])
+        served: list[list[int]] = []
+        for name in trailing:
+            column = both([column for (owner, _), column in zip(sparse, found.columns, strict=True) if owner == name])
+            lengths = trailing_lengths(column, needs[name].window, boundaries[KV])
+            boundaries[name] = lengths[-1] if lengths else 0
+            served.append(lengths)
+        if unknown:
+            text = f"a lookup names pools that were not registered: {', '.join(unknown)}. It answers 0"
+            self.client.quiet(logging.ERROR, "unknown pool", text)
+            return [], boundaries | dict.fromkeys(unknown, 0)
+        runs = [boundaries[name] for name in whole] or [count]
+        return restorable_lengths(runs, served), boundaries
 
-    # ------------------------------------------------------------------ v1: whole pages, zero copy
+    # ------------------------------------------------------------------ v1: the KV pool, zero copy
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Load pages into the host pool. `host_indices`: int64 token slots, page_size per key, page-aligned.
         True only for pages that are there whole and verified; the others are left as they were, or hold no page."""
-        return self._guard("get", [False] * len(keys), lambda: self._transfer("load", keys, host_indices))
+        return self._guard("get", _nothing(keys), lambda: self._transfer_kv("load", keys, host_indices))
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages from the host pool. True for pages that the pool now holds (also: already held)."""
-        return self._guard("set", [False] * len(keys), lambda: self._transfer("store", keys, host_indices))
+        return self._guard("set", _nothing(keys), lambda: self._set_kv(keys, host_indices))
 
-    def _transfer(self, op: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
-        pool = self._usable()
-        if pool is None or not keys:
+    def _set_kv(self, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        if self._incomplete and not self._incomplete.keys().isdisjoint(keys):
+            end = next(i for i, key in enumerate(keys) if key in self._incomplete)
+            self.client.miss({"incomplete_page": len(keys) - end})
+            tokens = len(host_indices) // len(keys)
+            stored = self._transfer_kv("store", keys[:end], host_indices[: end * tokens]) if end else []
+            return [*stored, *[False] * (len(keys) - end)]
+        return self._transfer_kv("store", keys, host_indices)
+
+    def _transfer_kv(self, op: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+        view = self._pools.view
+        if not view.usable or not keys:
             return [False] * len(keys)
+        if KV in view.logical:
+            return [True] * len(keys)  # no bytes: the side pools' verdicts say what is there
+        return self._transfer(op, view.pools[KV], keys, host_indices, time.monotonic() + self._settings.deadline_s)
+
+    def _transfer(self, op: str, pool: StoredPool, keys: Sequence[str], host_indices: Any, deadline: float) -> list[bool]:
         geometry = pool.geometry
+        verdict = [False] * len(keys)
         hashes, bad = pack_hashes(keys)
-        pages = page_numbers(host_indices, geometry.page_tokens, geometry.page_count, len(keys))
-        if pages is None:
+        places = None if host_indices is None else pool.places(host_indices, len(keys))
+        if places is None:
             self.client.miss({"bad_indices": len(keys)})
+            slots = 0 if host_indices is None else len(host_indices)
             text = (
-                f"{op} of {len(keys)} pages refused: {len(host_indices)} host indices are not as many whole aligned pages "
-                f"of {geometry.page_tokens} tokens in a pool of {geometry.page_count} pages"
+                f"{op} of {len(keys)} pages of pool {geometry.pool} refused: {slots} host indices are not as many whole "
+                f"aligned pages of {geometry.page_tokens} tokens in a pool of {geometry.page_count} pages"
             )
             self.client.quiet(logging.ERROR, "bad_indices", text)
-            return [False] * len(keys)
-        addresses: array[int] | None = None
-        if not geometry.affine:
-            addresses = run_addresses(pool.pool, host_indices, geometry.runs, len(keys))
-            if addresses is None:
-                self.client.miss({"bad_geometry": len(keys)})
-                return [False] * len(keys)
+            return verdict
         good: Sequence[int] = range(len(keys))
         if bad:
             self.client.miss({"bad_key": len(bad)})
             good = sorted(set(good).difference(bad))
             hashes = select_hashes(hashes, good)
-            runs = len(geometry.runs)
-            if addresses is not None:
-                addresses = array("q", [addresses[i * runs + r] for i in good for r in range(runs)])
-            pages = array("q", [pages[i] for i in good])
-        verdict = [False] * len(keys)
-        if hashes:
-            started = time.perf_counter()
-            body = Body(pool.digest, geometry.runs)
-            outcome = self.client.transfer(op, body, hashes, None if addresses is not None else pages, addresses)
-            self._metrics.add(op, outcome, time.perf_counter() - started)
+            places = pool.pick(places, list(good))
+        if not hashes:
+            return verdict
+        for i in good:
+            verdict[i] = True
+        started, moved = time.perf_counter(), 0
+        for body in pool.bodies:
+            outcome = self.client.transfer(op, body, hashes, *places, deadline)
+            moved += outcome.local_bytes + outcome.remote_bytes
             for i, ok in zip(good, outcome.ok, strict=True):
-                verdict[i] = bool(ok)
+                verdict[i] = verdict[i] and bool(ok)
+        if geometry.pool == KV:
+            self._metrics.add(op, verdict.count(True), moved, time.perf_counter() - started)
         return verdict
 
     # ------------------------------------------------------------------ v2: side pools
 
-    def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
-        """Models with side pools are not stored by this release, so nothing of theirs can be restored."""
-        from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Load pages of side pools. Per transfer name one verdict a key; each as in `batch_get_v1`."""
+        return self._each("get", "load", transfers)
 
-        hit = 0 if pool_transfers else self.batch_exists(keys, extra_info)
-        result = PoolTransferResult(hit, {})
-        if hasattr(result, "restorable_prefix_pages"):
-            result.restorable_prefix_pages = list(range(1, hit + 1))
-        return result
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        """Store pages of side pools: those of a whole node, so the deadline grows with them."""
+        return self._each("set", "store", transfers)
 
-    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers or []}
+    def _each(self, what: str, op: str, transfers: Any) -> dict[Any, list[bool]]:
+        asked = list(transfers or [])
+        if op == "store":  # how long a window is only lookups say
+            self._guard(what, None, lambda: self._pools.learn(_needs(asked, windows=False)))
+        results: dict[Any, list[bool]] = {}
+        deadline_s = self._settings.deadline_s
+        if op == "store":
+            batches = -(-sum(len(transfer.keys or []) for transfer in asked) // _PAGES_A_CALL)
+            deadline_s = max(deadline_s, min(_LONGEST_CALL_S, deadline_s * batches))
+        deadline = time.monotonic() + deadline_s
+        for transfer in asked:
+            keys = list(transfer.keys or [])
+            nothing = [False] * len(keys)
+            results[transfer.name] = self._guard(
+                what,
+                nothing,
+                lambda transfer=transfer, keys=keys: self._transfer_side(op, transfer, keys, deadline),  # type: ignore[misc]
+            )
+            if op == "store" and _policy(transfer) == ALL_PAGES:
+                self._remember_incomplete(keys, results[transfer.name])
+        return results
 
-    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers or []}
+    def _transfer_side(self, op: str, transfer: Any, keys: Sequence[str], deadline: float) -> list[bool]:
+        view = self._pools.view
+        pool = view.pools.get(_name(transfer.name))
+        if not view.usable or not keys:
+            return [False] * len(keys)
+        if pool is None:
+            known = _name(transfer.name) in view.logical
+            if not known:
+                self.client.miss({"unknown_pool": len(keys)})
+                text = f"{op} for pool {_name(transfer.name)}, which was not registered"
+                self.client.quiet(logging.ERROR, "unknown pool", text)
+            return [known] * len(keys)
+        return self._transfer(op, pool, keys, transfer.host_indices, deadline)
+
+    def _remember_incomplete(self, keys: Sequence[str], stored: Sequence[bool]) -> None:
+        """SGLang stores side pools first, and then the KV pages whatever became of them."""
+        for key, ok in zip(keys, stored, strict=True):
+            if ok:
+                self._incomplete.pop(key, None)
+            else:
+                self._incomplete[key] = None
+        while len(self._incomplete) > _MAX_REMEMBERED:
+            self._incomplete.pop(next(iter(self._incomplete)))
 
     # ------------------------------------------------------------------ generic: tensors, one more copy
 
@@ -223,14 +298,14 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         targets = list(target_locations)
         if len(targets) != len(keys):
             return [None] * len(keys)
-        ok = self._guard("get", [False] * len(keys), lambda: self._tensors("load", keys, targets))
+        ok = self._guard("get", _nothing(keys), lambda: self._tensors("load", keys, targets))
         return [target if good else None for target, good in zip(targets, ok, strict=True)]
 
     def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
         """Store one CPU tensor per key. True when all are stored."""
         if values is None or len(values) != len(keys):
             return False
-        return all(self._guard("set", [False] * len(keys), lambda: self._tensors("store", keys, list(values))))
+        return all(self._guard("set", _nothing(keys), lambda: self._tensors("store", keys, list(values))))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], None if target_location is None else [target_location])[0]
@@ -239,10 +314,11 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return value is not None and self.batch_set([key], [value])
 
     def _tensors(self, op: str, keys: Sequence[str], tensors: list[Any]) -> list[bool]:
-        pool = self._usable()
+        view = self._pools.view
         verdict = [False] * len(keys)
-        if pool is None or not keys:
+        if not view.usable or KV not in view.pools or not keys:
             return verdict
+        pool = view.pools[KV]
         hashes, bad = pack_hashes(keys)
         self.client.miss({"bad_key": len(bad)})
         by_size: dict[int, list[int]] = {}
@@ -254,28 +330,32 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         for size, members in by_size.items():
             held = [tensors[i].contiguous() for i in members]  # keeps copies alive for the call
             addresses = array("q", [tensor.data_ptr() for tensor in held])
-            body = Body(self._flat_digest(pool, size), (Run(0, 0, size),))
-            outcome = self.client.transfer_through_bounce(op, body, select_hashes(hashes, members), addresses)
+            outcome = self.client.transfer_through_bounce(op, self._flat(pool, size), select_hashes(hashes, members), addresses)
             for i, ok in zip(members, outcome.ok, strict=True):
                 verdict[i] = bool(ok)
         return verdict
 
-    def _flat_digest(self, pool: RegisteredPool, size: int) -> bytes:
+    def _flat(self, pool: StoredPool, size: int) -> Body:
         """The generic path's byte order is `get_data_page`'s, not the runs' order: a namespace of its own."""
         flat = dataclasses.replace(
             pool.namespace, storage_format=f"{pool.namespace.storage_format}+data_page", run_bytes=(size,)
         )
-        return flat.digest()
+        return Body(flat.digest(), (Run(0, 0, size),), flat.group())
+
+    def _bodies(self, pool: StoredPool) -> tuple[Body, ...]:
+        """The objects that a page of this pool was stored as."""
+        if self._generic and pool.geometry.pool == KV:
+            return (self._flat(pool, pool.geometry.body_bytes),)
+        return pool.bodies
 
     # ------------------------------------------------------------------ the rest
 
     def clear(self) -> None:
         """Forget this model's pages of this rank, in the whole cluster. Other namespaces stay."""
-        pool = self._pool
-        if pool is None:
-            return
-        self._guard("clear", 0, lambda: self.client.clear(pool.digest))
-        self._guard("clear", 0, lambda: self.client.clear(self._flat_digest(pool, pool.geometry.body_bytes)))
+        for pool in self._pools.view.pools.values():
+            bodies = [*pool.bodies, self._flat(pool, pool.geometry.body_bytes)] if pool.geometry.pool == KV else pool.bodies
+            for body in bodies:
+                self._guard("clear", 0, lambda body=body: self.client.clear(body.namespace))  # type: ignore[misc]
 
     def get_stats(self) -> Any:
         """SGLang's `StorageMetrics` since the last call: pages and GB/s of each batch. None when metrics are off."""
@@ -296,6 +376,32 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             return otherwise
 
 
+def _nothing(keys: Any) -> list[bool]:
+    """The answer to a call that failed: one verdict a key, as far as there are keys."""
+    return [False] * (len(keys) if hasattr(keys, "__len__") else 0)
+
+
+def _name(pool: Any) -> str:
+    return str(getattr(pool, "value", pool))
+
+
+def _policy(transfer: Any) -> str:
+    policy = getattr(transfer, "hit_policy", ALL_PAGES)
+    return str(getattr(policy, "value", policy))
+
+
+def _needs(transfers: Iterable[Any], *, windows: bool = True) -> dict[str, Need]:
+    """What a hit needs of each pool. A policy that is not known here (BLOCK_GROUPS, for one) does not decide about it."""
+    needs: dict[str, Need] = {}
+    for transfer in transfers:
+        policy = _policy(transfer)
+        if policy == ALL_PAGES:
+            needs[_name(transfer.name)] = Need(ALL_PAGES)
+        elif policy == TRAILING_PAGES and windows:
+            needs[_name(transfer.name)] = Need(TRAILING_PAGES, max(1, len(transfer.keys or [])))
+    return needs
+
+
 class StorageFigures:
     """Samples for SGLang's metrics, bounded, written by the storage threads and drained by the scheduler."""
 
@@ -306,11 +412,9 @@ class StorageFigures:
         self._lock = threading.Lock()
         self._samples: dict[str, list[tuple[int, float | None]]] = {"load": [], "store": []}
 
-    def add(self, op: str, outcome: Outcome, seconds: float) -> None:
-        pages = outcome.ok.count(1)
+    def add(self, op: str, pages: int, moved: int, seconds: float) -> None:
         if not self._enabled or not pages:
             return
-        moved = outcome.local_bytes + outcome.remote_bytes
         with self._lock:
             samples = self._samples[op]
             if len(samples) < self._MAX_SAMPLES:

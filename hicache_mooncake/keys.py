@@ -75,6 +75,15 @@ class Namespace:
             sha.update(value)
         return sha.digest()[:NAMESPACE_BYTES]
 
+    def group(self) -> bytes:
+        """16 bytes: what the pools and ranks of one model have in common. Objects of one group under one page hash are the
+        parts of one logical page, wherever they come from."""
+        sha = hashlib.sha256(b"hicache-mooncake group %d" % FORMAT)
+        for value in (self.model, self.model_id, self.weight_version, self.tag, self.tenant):
+            part = _canonical(value)
+            sha.update(struct.pack("<I", len(part)) + part)
+        return sha.digest()[:NAMESPACE_BYTES]
+
     def differences(self, other: Namespace) -> list[str]:
         """Names of the fields in which two namespaces differ: why two engines do not share."""
         return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]

@@ -81,7 +81,7 @@ class Exists(Message):
 
 class Found(Message):
     """`runs`: how many leading pages each of `leading` has. `columns`: for each of `sparse` one byte a page, 1 where it can be
-    loaded, as far as the shortest run."""
+    loaded."""
 
     runs: list[int]
     columns: list[bytes] = []

@@ -20,9 +20,11 @@ def keys(*names: object) -> bytes:
     return b"".join(page_hash(name) for name in names)
 
 
-def store_all(store: Store, blob: bytes, *, owner: int = 1, namespace: bytes = NS, length: int = PAGE) -> bytes:
+def store_all(
+    store: Store, blob: bytes, *, owner: int = 1, namespace: bytes = NS, length: int = PAGE, group: bytes = b""
+) -> bytes:
     """Reserve, and commit everything that got room. One byte per key: 1 where it is stored or was there."""
-    txn, status, _ = store.reserve(owner, namespace, blob, length)
+    txn, status, _ = store.reserve(owner, namespace, blob, length, group)
     writes = status.count(WRITE)
     done = store.commit(owner, txn, b"\x01" * writes, range(writes))
     left = list(done)
@@ -254,6 +256,62 @@ def test_too_many_waiting_changes_become_a_snapshot() -> None:
     assert not store.changes_lost
 
 
+MODEL = b"g" * 16
+
+
+def test_the_parts_of_a_page_are_evicted_together() -> None:
+    """P46: K and V of two ranks and an index; never a part without the others."""
+    store = small(6)
+    for namespace in (NS, OTHER):
+        store_all(store, keys(0, 1, 2), namespace=namespace, group=MODEL)
+    assert store_all(store, keys("x"), namespace=b"x" * 16) == b"\x01"
+    assert present(store, 0, 1, 2) == present(store, 0, 1, 2, namespace=OTHER) == [1, 1, 0]
+    assert store.objects == 5
+
+
+def test_reading_or_writing_one_part_keeps_the_others() -> None:
+    """P07: the index page must not go while the KV page of the same tokens is read."""
+    store = small(4)
+    for namespace in (NS, OTHER):
+        store_all(store, keys(0, 1), namespace=namespace, group=MODEL)
+    pin, *_ = store.locate(1, NS, keys(0, 1), PAGE, 0.0)
+    assert store_all(store, keys("x"), namespace=b"x" * 16) == b"\x00"
+    assert present(store, 0, 1, namespace=OTHER) == [1, 1]
+    store.release(1, pin)
+    store.discard(NS, keys(0), "checksum")
+    assert present(store, 0, namespace=OTHER) == [0], "damage to one part ends the page"
+    _, status, _ = store.reserve(2, b"z" * 16, keys(1), PAGE, MODEL)
+    assert list(status) == [WRITE]
+    assert store_all(store, keys("x", "y"), namespace=b"x" * 16) == b"\x01\x00"
+    assert present(store, 1) == present(store, 1, namespace=OTHER) == [1], "a third part is being written"
+    store.drop_owner(2)
+    store.validate()
+
+
+def test_a_touch_of_one_part_keeps_the_whole_page_recent() -> None:
+    store = small(4)
+    for name in ("old", "new"):
+        for namespace in (NS, OTHER):
+            store_all(store, keys(name), namespace=namespace, group=MODEL)
+    store.present(OTHER, keys("old"))
+    store_all(store, keys("x"), namespace=b"x" * 16)
+    assert present(store, "old", "new") == present(store, "old", "new", namespace=OTHER) == [1, 0]
+
+
+def test_a_tiny_pool_never_keeps_a_part_alone() -> None:
+    """P46: side pages of a whole node first, then its KV pages, as SGLang stores them, into far too little room."""
+    store = small(8)
+    for chain in range(6):
+        names = [(chain, page) for page in range(6)]
+        side = store_all(store, keys(*names), namespace=OTHER, length=GRANULE, group=MODEL)
+        kv = store_all(store, keys(*[name for name, ok in zip(names, side, strict=True) if ok]), group=MODEL)
+        here = present(store, *names)
+        assert here == present(store, *names, namespace=OTHER)[: len(here)] or kv.count(1) < len(names)
+        whole = sum(here)
+        assert whole > 0
+        assert here[:whole] == [1] * whole, "what is left of the chain is its head"
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_any_sequence_of_events_keeps_the_books(seed: int) -> None:
     """Random owners reserve, commit, give up, read, die; sizes differ; everything is checked after every event."""
@@ -271,7 +329,7 @@ def test_any_sequence_of_events_keeps_the_books(seed: int) -> None:
         blob = keys(*(rng.randrange(40) for _ in range(rng.randrange(1, 9))))
         match rng.randrange(9):
             case 0 | 1:
-                txn, status, where = store.reserve(owner, namespace, blob, length)
+                txn, status, where = store.reserve(owner, namespace, blob, length, rng.choice((b"", MODEL, MODEL)))
                 assert len({w for w, s in zip(where, status, strict=True) if s == WRITE}) == status.count(WRITE)
                 txns.append((owner, txn, status.count(WRITE)))
             case 2 | 3 if txns:

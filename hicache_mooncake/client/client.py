@@ -173,8 +173,8 @@ class PoolClient:
         return self.find([namespace], hashes).runs[0]
 
     def find(self, leading: Sequence[bytes], hashes: bytes, sparse: Sequence[bytes] = ()) -> p.Found:
-        """Which pages of several namespaces can be loaded: leading runs for `leading`, one byte a page for `sparse` as far as
-        the shortest run. In one message, or in a few where the chain is very long."""
+        """Which pages of several namespaces can be loaded: leading runs for `leading`, one byte a page for `sparse`. In one
+        message; a very long chain in a few, and no further than the shortest run."""
         total = p.Found([0] * len(leading), [b""] * len(sparse))
         if not self.enabled or not hashes:
             return total
@@ -190,19 +190,15 @@ class PoolClient:
                 self.miss({reason: count})
                 return total
             shape = [len(column) for column in answer.columns]
-            end = min(answer.runs, default=count)
-            if (
-                len(answer.runs) != len(leading)
-                or shape != [end] * len(sparse)
-                or not 0 <= end <= max(answer.runs, default=end) <= count
-            ):
+            fits = all(0 <= run <= count for run in answer.runs) and shape == [count] * len(sparse)
+            if len(answer.runs) != len(leading) or not fits:
                 self.miss({"node_answer": count})
                 return total
             if answer.reason:
                 self.miss({answer.reason: 1})
             total.runs = [a + b for a, b in zip(total.runs, answer.runs, strict=True)]
             total.columns = [a + b for a, b in zip(total.columns, answer.columns, strict=True)]
-            if end < count:
+            if min(answer.runs, default=count) < count:
                 break
         return total
 

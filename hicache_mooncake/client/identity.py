@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from hicache_mooncake.client import weights
-from hicache_mooncake.client.geometry import PoolGeometry
+from hicache_mooncake.client.geometry import PoolGeometry, replicated
 from hicache_mooncake.config import ConfigError, Settings
 from hicache_mooncake.keys import Namespace
 
 
-def namespace_of(config: Any, pool: Any, geometry: PoolGeometry, settings: Settings) -> Namespace:
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Which weights the engine serves at the moment. `model_id`: the operator's own name for them, else a fingerprint of the
+    checkpoint; `version` distinguishes later states of them."""
+
+    model_id: str
+    version: str
+
+
+def namespace_of(config: Any, pool: Any, geometry: PoolGeometry, settings: Settings, weights: Weights) -> Namespace:
     """`config` is SGLang's `HiCacheStorageConfig` of any version: fields it does not have take their neutral value.
 
     Raises ConfigError when nothing names the model: pages without a model's name could be anybody's.
@@ -24,11 +33,11 @@ def namespace_of(config: Any, pool: Any, geometry: PoolGeometry, settings: Setti
             "SGLang gave no model name, so pages could not be told apart from another model's. Start it with "
             "--served-model-name, or set model_id in the backend's extra config",
         )
-    replicated = bool(getattr(config, "is_mla_model", False))
+    shared = shared_by_ranks(config, pool, geometry.pool)
     return Namespace(
         model=model,
-        model_id=settings.model_id or weights.of_engine(),
-        weight_version=settings.weight_version,
+        model_id=weights.model_id,
+        weight_version=weights.version,
         tag=settings.tag,
         tenant=settings.tenant,
         pool=geometry.pool,
@@ -46,8 +55,8 @@ def namespace_of(config: Any, pool: Any, geometry: PoolGeometry, settings: Setti
         v_head_dim=_maybe_int(pool, "v_head_dim"),
         kv_cache_dim=_maybe_int(pool, "kv_cache_dim"),
         run_bytes=tuple(run.length for run in geometry.runs),
-        tp_rank=None if replicated else int(getattr(config, "tp_rank", 0)),
-        tp_size=None if replicated else int(getattr(config, "tp_size", 1)),
+        tp_rank=None if shared else int(getattr(config, "tp_rank", 0)),
+        tp_size=None if shared else int(getattr(config, "tp_size", 1)),
         pp_rank=int(getattr(config, "pp_rank", 0)),
         pp_size=int(getattr(config, "pp_size", 1)),
         cp_rank=int(getattr(config, "attn_cp_rank", 0)),
@@ -55,6 +64,16 @@ def namespace_of(config: Any, pool: Any, geometry: PoolGeometry, settings: Setti
         dcp_rank=int(getattr(config, "dcp_rank", 0)),
         dcp_size=int(getattr(config, "dcp_size", 1)),
     )
+
+
+def shared_by_ranks(config: Any, pool: Any, name: str) -> bool:
+    """Do all tensor-parallel ranks hold the same bytes in this pool? SGLang's `is_mla_model` says it of the KV pool. Beside it
+    such a model may have pools that are sharded (recurrent state, a draft with heads): a side pool of a class that is not known
+    is taken for sharded, so that no rank ever finds another's pages."""
+    if not getattr(config, "is_mla_model", False):
+        return False
+    known = replicated(pool)
+    return name == "kv" if known is None else known
 
 
 def _maybe_int(pool: Any, name: str) -> int | None:

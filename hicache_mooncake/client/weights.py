@@ -26,10 +26,11 @@ _ARGUMENTS = ("quantization", "weight_version")
 """Server arguments that change what the same files compute, or that say outright which weights these are."""
 
 
-def of_engine() -> str:
-    """Fingerprint of the weights that the SGLang process we are in serves; "" when it does not tell (older releases, tests)."""
+def of_engine(model_path: str | None = None) -> str:
+    """Fingerprint of the weights that the SGLang process we are in serves; "" when it does not tell (older releases, tests).
+    `model_path`: from there instead, after an update of the weights."""
     arguments = _server_args()
-    model_path = getattr(arguments, "model_path", None)
+    model_path = model_path or getattr(arguments, "model_path", None)
     if not model_path:
         return ""
     sha = hashlib.sha256()

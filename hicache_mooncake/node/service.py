@@ -357,8 +357,7 @@ class Node:
                     for i, holder in zip(missing, answer.holder, strict=False):
                         column[i] = holder > 0
         runs = [count if (first := column.find(0)) < 0 else first for column in columns[:leading]]
-        end = min(runs, default=count)
-        return p.Found(runs, [bytes(column[:end]) for column in columns[leading:]], reason)
+        return p.Found(runs, [bytes(column) for column in columns[leading:]], reason)
 
     def _locate(self, owner: int, message: p.Locate) -> p.Located:
         p.count_hashes(message.hashes)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import hicache_mooncake.testing
+from tests.conftest import NodeProcess
+
+if TYPE_CHECKING:
+    from hicache_mooncake.backend import HiCacheMooncake
+
+MakeBackend = Callable[..., "HiCacheMooncake"]
 
 SHIMS = Path(hicache_mooncake.testing.__file__).parent / "sglang_cpu" / "shims"
 
@@ -32,3 +40,32 @@ else:
         assert spec is not None
         assert spec.loader is not None
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.fixture
+def node(start_node: Callable[..., NodeProcess]) -> NodeProcess:
+    return start_node(dram="64MiB")
+
+
+@pytest.fixture
+def make_backend(node: NodeProcess) -> Iterator[MakeBackend]:
+    """A backend as SGLang builds and registers it; extra keywords go into extra_config or the storage config."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    from hicache_mooncake.backend import HiCacheMooncake
+    from tests.sglang.pools import storage_config
+
+    made: list[HiCacheMooncake] = []
+
+    def make(pool: Any, extra: dict[str, object] | None = None, **config: Any) -> HiCacheMooncake:
+        extra_config = {"socket": node.socket, "interface_v1": 1, **(extra or {})}
+        backend = HiCacheMooncake(storage_config(extra_config=extra_config, **config), pool)
+        made.append(backend)
+        backend.register_mem_pool_host(pool)
+        backend.register_mem_host_pool_v2(pool, PoolName.KV)
+        backend.on_host_pools_registered()
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageExtraInfo, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageExtraInfo, PoolName
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_mooncake.backend import HiCacheMooncake
 from hicache_mooncake.config import ConfigError
 from tests.conftest import NodeProcess, wait_until
+from tests.sglang.conftest import MakeBackend
 from tests.sglang.pools import (
     PAGE_SIZE,
     PAGES,
@@ -29,33 +29,8 @@ from tests.sglang.pools import (
     storage_config,
 )
 
-MakeBackend = Callable[..., HiCacheMooncake]
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-
-
-@pytest.fixture
-def node(start_node: Callable[..., NodeProcess]) -> NodeProcess:
-    return start_node(dram="64MiB")
-
-
-@pytest.fixture
-def make_backend(node: NodeProcess) -> Iterator[MakeBackend]:
-    """A backend as SGLang builds and registers it; extra keywords go into extra_config or the storage config."""
-    made: list[HiCacheMooncake] = []
-
-    def make(pool: Any, extra: dict[str, object] | None = None, **config: Any) -> HiCacheMooncake:
-        extra_config = {"socket": node.socket, "interface_v1": 1, **(extra or {})}
-        backend = HiCacheMooncake(storage_config(extra_config=extra_config, **config), pool)
-        made.append(backend)
-        backend.register_mem_pool_host(pool)
-        backend.register_mem_host_pool_v2(pool, PoolName.KV)
-        backend.on_host_pools_registered()
-        return backend
-
-    yield make
-    for backend in made:
-        backend.close()
 
 
 def store(backend: HiCacheMooncake, pool: Any, names: list[str], generation: int = 0) -> list[bool]:
@@ -270,41 +245,27 @@ def test_metrics_off_means_none(make_backend: MakeBackend) -> None:
     assert make_backend(mha_pool(), enable_storage_metrics=False).get_stats() is None
 
 
-def test_models_with_side_pools_never_hit(make_backend: MakeBackend, caplog: pytest.LogCaptureFixture) -> None:
-    """P06: until side pools are stored, a hit for the KV part alone would be half a page."""
-    pool = mha_pool()
-    backend = make_backend(pool)
-    names = [key(i) for i in range(3)]
-    assert store(backend, pool, names) == [True] * 3
-    backend.register_mem_host_pool_v2(mha_pool(), PoolName.INDEXER)
-    transfer = PoolTransfer(PoolName.INDEXER, host_indices=indices(0, 1, 2), keys=names)
-    assert backend.batch_exists(names) == 0
-    result = backend.batch_exists_v2(names, [transfer])
-    assert (result.kv_hit_pages, result.extra_pool_hit_pages, result.restorable_prefix_pages) == (0, {}, [])
-    assert backend.batch_get_v1(names, indices(0, 1, 2)) == [False] * 3
-    assert backend.batch_set_v2([transfer]) == {PoolName.INDEXER: [False] * 3}
-    assert backend.batch_get_v2([transfer]) == {PoolName.INDEXER: [False] * 3}
-    assert backend.batch_get_v2([]) == {}
-    assert "side pools are not supported" in caplog.text
-
-
-class PoolWithoutBuffer:
-    """DeepSeek-V4's logical anchor looks like this."""
+class ShortPage:
+    """A page of it is less than what it says a page has."""
 
     layout = "page_first"
     page_size = PAGE_SIZE
     size = PAGE_SIZE * 4
-    kv_buffer = None
 
-    def get_page_buffer_meta(self, _indices: torch.Tensor) -> None:
-        return None
+    def __init__(self) -> None:
+        self.kv_buffer = torch.zeros(4 * 4096, dtype=torch.uint8)
+
+    def get_page_buffer_meta(self, slots: torch.Tensor) -> tuple[list[int], list[int]]:
+        pages = [int(slot) // PAGE_SIZE for slot in slots[::PAGE_SIZE]]
+        return [self.kv_buffer.data_ptr() + page * 4096 for page in pages], [2048] * len(pages)
 
 
 def test_a_pool_that_cannot_be_stored_whole_is_refused_by_name(
     make_backend: MakeBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend = make_backend(PoolWithoutBuffer())
-    assert "PoolWithoutBuffer, layout page_first" in caplog.text
+    backend = make_backend(ShortPage())
+    assert "pool kv (ShortPage, layout page_first)" in caplog.text
+    assert "would not be whole" in caplog.text
     assert backend.batch_exists([key(1)]) == 0
     assert backend.batch_set_v1([key(1)], indices(0)) == [False]
     assert backend.get_stats() is not None
@@ -333,8 +294,7 @@ class ScatteredPool:
 def test_a_pool_that_is_not_affine_sends_its_addresses(make_backend: MakeBackend, mode: str) -> None:
     pool = ScatteredPool()
     backend = make_backend(pool, {"copy_mode": mode})
-    assert backend._pool is not None
-    assert not backend._pool.geometry.affine
+    assert not backend._pools.view.pools["kv"].geometry.affine
     names = [key(i) for i in range(5)]
     for page, name in enumerate(names):
         fill(pool, page, name)

@@ -1,0 +1,166 @@
+"""Registration of a rank's host pools, and what becomes of their namespaces when the engine changes its weights.
+
+Holds the current `View`. Writers take the lock and swap it; data calls read it once and work on what they read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from hicache_mooncake import __version__
+from hicache_mooncake.client import weights
+from hicache_mooncake.client.client import Body, PoolClient
+from hicache_mooncake.client.geometry import GeometryError, NoBuffer, PoolGeometry, of_pool
+from hicache_mooncake.client.identity import Weights, namespace_of, shared_by_ranks
+from hicache_mooncake.client.mover_process import MoverUnavailable
+from hicache_mooncake.client.pools import KV, Need, StoredPool, View
+from hicache_mooncake.config import ConfigError, Settings
+
+log = logging.getLogger(__name__)
+
+
+class Registry:
+    """`config` is SGLang's `HiCacheStorageConfig`; `dynamic`: SGLang knows the backend by another name than mooncake."""
+
+    def __init__(self, config: Any, settings: Settings, client: PoolClient, *, dynamic: bool) -> None:
+        self.view = View()
+        self._config = config
+        self._settings = settings
+        self._client = client
+        self._dynamic = dynamic
+        self._lock = threading.Lock()
+        self._weights = Weights(settings.model_id or weights.of_engine(), settings.weight_version)
+        self._next_weights: Weights | None = None
+        """After an update of the weights, until the caches are flushed."""
+
+    # ------------------------------------------------------------------ pools
+
+    def begin(self, anchor: Any) -> None:
+        """A new attach: this is the KV pool, and there is no other yet. Raises ConfigError for a forced copy_mode that does not
+        work here, and when nothing names the model."""
+        with self._lock:
+            self.view = View(needs=self.view.needs, off=self.view.off)
+            self._register(anchor, KV)
+
+    def register(self, host_pool: Any, name: str) -> None:
+        """A pool of this attach, at any time. The anchor may come again."""
+        with self._lock:
+            known = self.view.pools.get(name)
+            if known is None or known.pool is not host_pool:
+                self._register(host_pool, name)
+
+    def complete(self) -> None:
+        """Say what will not be cached."""
+        view = self.view
+        if view.refused:
+            log.error("L3 is off for this model: %s. Every lookup answers 0", "; ".join(view.refused.values()))
+        elif KV in view.logical and not view.pools:
+            log.error(
+                "L3 is off for this model: its KV pool has no bytes and no side pool came with it. Every lookup answers 0"
+            )
+
+    def learn(self, needs: Mapping[str, Need]) -> None:
+        """Remember what SGLang says a hit needs of its side pools."""
+        if all(self.view.needs.get(name) == need for name, need in needs.items()):
+            return
+        with self._lock:
+            self.view = dataclasses.replace(self.view, needs={**self.view.needs, **needs})
+
+    def _register(self, host_pool: Any, name: str) -> None:
+        """Whatever the pool was before, it is this one or a refused one afterwards, and refused until it is known."""
+        before = self.view
+        rest = dataclasses.replace(
+            before,
+            pools={key: pool for key, pool in before.pools.items() if key != name},
+            logical=before.logical - {name},
+            refused={key: reason for key, reason in before.refused.items() if key != name},
+        )
+        self.view = dataclasses.replace(rest, refused={**rest.refused, name: f"pool {name} is being registered"})
+        try:
+            geometry = of_pool(host_pool, name)
+            self._check_writers(host_pool, name)
+            stored = self._stored(host_pool, geometry)
+            mode = self._client.share(geometry)
+        except NoBuffer:
+            log.info("hicache-mooncake %s: pool %s is logical, the model's bytes are in its side pools", __version__, name)
+            self.view = dataclasses.replace(rest, logical=rest.logical | {name})
+            return
+        except GeometryError as error:
+            log.error("refused: %s", error)
+            self.view = dataclasses.replace(rest, refused={**rest.refused, name: str(error)})
+            return
+        except MoverUnavailable as error:
+            raise ConfigError("copy_mode", "", self._settings.copy_mode, str(error)) from error
+        self.view = dataclasses.replace(rest, pools={**rest.pools, name: stored})
+        log.info(
+            "hicache-mooncake %s: pool %s (%s), %d pages of %d bytes in %d runs and %d objects, copied by %s (%s), "
+            "namespace %s, node socket %s (%s), deadline %g s",
+            __version__,
+            name,
+            type(host_pool).__name__,
+            geometry.page_count,
+            geometry.body_bytes,
+            len(geometry.runs),
+            len(stored.bodies),
+            mode,
+            self._client.mode_reason,
+            stored.bodies[0].namespace.hex(),
+            self._settings.socket,
+            self._settings.node,
+            self._settings.deadline_s,
+        )
+
+    def _check_writers(self, host_pool: Any, name: str) -> None:
+        """SGLang lets each rank of a model with replicated KV write its part of a draft with heads only for a backend that is
+        called `mooncake`. Under another name the parts of the ranks above 0 never come, and nothing would ever hit."""
+        sharded = bool(getattr(self._config, "is_mla_model", False)) and not shared_by_ranks(self._config, host_pool, name)
+        if self._dynamic and name.startswith("draft") and sharded and int(getattr(self._config, "tp_size", 1)) > 1:
+            raise GeometryError(
+                f"pool {name} ({type(host_pool).__name__}): SGLang does not store the heads of ranks above 0 of this draft "
+                "for a dynamic backend. Use --hicache-storage-backend mooncake with this package's plugin"
+            )
+
+    def _stored(self, host_pool: Any, geometry: PoolGeometry) -> StoredPool:
+        namespace = namespace_of(self._config, host_pool, geometry, self._settings, self._weights)
+        shared = namespace.tp_rank is None and int(getattr(self._config, "tp_size", 1)) > 1
+        body = Body(namespace.digest(), geometry.runs, namespace.group(), shared)
+        return StoredPool(host_pool, geometry, namespace, (body,))
+
+    # ------------------------------------------------------------------ weights (a `weight_updates.Listener`)
+
+    def weights_changing(self) -> None:
+        """The engine is about to change its weights. From here to the flush of its caches, what L1 and L2 hold is of the old
+        weights, and what is asked for may be of the new ones: nothing is stored and nothing is found."""
+        with self._lock:
+            self._next_weights = None
+            self.view = dataclasses.replace(self.view, off="the weights are being updated")
+
+    def weights_changed(self, version: str | None, model_path: str | None, ok: bool) -> None:
+        """The update is over. `version`: SGLang's `weight_version` of the request; `model_path`: where they came from."""
+        with self._lock:
+            if not ok or not (version or model_path):
+                off = "an update of the weights failed" if not ok else "an update of the weights named no weight_version"
+                self.view = dataclasses.replace(self.view, off=off)
+                log.error(
+                    "L3 is off: %s, so pages could not be told apart from those of other weights. "
+                    'Update again with "weight_version" in the request, or restart the engine',
+                    off,
+                )
+                return
+            loaded = weights.of_engine(model_path) if model_path else self._weights.model_id
+            operators = self._settings.model_id
+            self._next_weights = Weights(operators or loaded, version or (loaded if operators else ""))
+
+    def caches_flushed(self) -> None:
+        """L1 and L2 are empty and no operation from before can come any more: pages are of the new weights from here on."""
+        with self._lock:
+            if self._next_weights is None:
+                return
+            self._weights, self._next_weights = self._next_weights, None
+            pools = {name: self._stored(pool.pool, pool.geometry) for name, pool in self.view.pools.items()}
+            self.view = dataclasses.replace(self.view, pools=pools, off="")
+            log.info("the weights were updated: pages are stored and found as of version %r", self._weights.version)
