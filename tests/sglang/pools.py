@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -116,32 +117,56 @@ def key(name: object) -> str:
 
 
 def indices(*pages: int) -> torch.Tensor:
-    """Token slots of whole pages, in order."""
+    """`slots` of the pools made here."""
     return torch.cat([torch.arange(page * PAGE_SIZE, (page + 1) * PAGE_SIZE) for page in pages])
 
 
-def runs(pool: Any, page: int) -> list[tuple[int, int]]:
-    pointers, sizes = pool.get_page_buffer_meta(indices(page))
+def slots(pool: Any, pages: Iterable[int]) -> torch.Tensor:
+    """The `host_indices` that SGLang would pass for these pages of any host pool: int64, one run of slots a page, in order."""
+    tokens = page_tokens(pool)
+    parts = [torch.arange(page * tokens, (page + 1) * tokens, dtype=torch.int64) for page in pages]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def page_tokens(pool: Any) -> int:
+    """Slots a page, as SGLang counts them: under decode context parallelism a page has slots on every rank."""
+    return int(getattr(pool, "logical_page_size", pool.page_size))
+
+
+def usable_pages(pool: Any) -> range | list[int]:
+    """The pages that have an address: all, but in an arena whose pages move those that are allocated."""
+    arena = getattr(pool, "shared_allocation_domain", None)
+    if arena is not None:
+        return sorted(arena.sides[pool.pool_label].logical_to_physical)
+    return range(int(pool.size) // int(pool.page_size))
+
+
+def page_runs(pool: Any, page: int) -> list[tuple[int, int]]:
+    """(address, bytes) of each part of a page, in SGLang's order; none for a pool without bytes of its own."""
+    pointers, sizes = pool.get_page_buffer_meta(slots(pool, [page])) or ((), ())
     return list(zip(pointers, sizes, strict=True))
 
 
-def fill(pool: Any, page: int, name: str, generation: int = 0) -> None:
-    """Write the pattern of (name, generation) into a page."""
-    body = pattern(name.encode(), sum(size for _, size in runs(pool, page)), generation)
+def fill(pool: Any, page: int, tag: str, generation: int = 0) -> None:
+    """Write the pattern of (tag, generation) into a page."""
+    body = pattern(tag.encode(), sum(size for _, size in page_runs(pool, page)), generation)
     at = 0
-    for address, size in runs(pool, page):
+    for address, size in page_runs(pool, page):
         ctypes.memmove(address, body[at : at + size], size)
         at += size
 
 
 def content(pool: Any, page: int) -> bytes:
-    return b"".join(ctypes.string_at(address, size) for address, size in runs(pool, page))
+    return b"".join(ctypes.string_at(address, size) for address, size in page_runs(pool, page))
 
 
-def holds(pool: Any, page: int, name: str, generation: int = 0) -> bool:
+def holds(pool: Any, page: int, tag: str, generation: int = 0) -> bool:
     body = content(pool, page)
-    return body == pattern(name.encode(), len(body), generation)
+    return body == pattern(tag.encode(), len(body), generation)
 
 
 def scramble(pool: Any) -> None:
-    pool.kv_buffer.view(torch.uint8).fill_(0x5A)
+    """Overwrite every byte of every page."""
+    for page in usable_pages(pool):
+        for address, size in page_runs(pool, page):
+            ctypes.memset(address, 0x5A, size)
