@@ -341,7 +341,7 @@ class Mover:
     ) -> tuple[list[int], int, int]:
         job = batch.job
         hashes = p.select_hashes(job.hashes, todo)
-        reserved = self._link.ask(p.Reserve(job.namespace, hashes, batch.body_bytes), deadline)
+        reserved = self._link.ask(p.Reserve(job.namespace, hashes, batch.body_bytes, job.group), deadline)
         assert isinstance(reserved, p.Reserved)
         segment = self._link.segment
         assert segment is not None
