@@ -96,14 +96,23 @@ class Locate(Message):
     hashes: bytes
     length: int
     """Bytes of one page body. An object of any other length is a miss."""
+    shared: bool = False
+    """Other ranks of this host ask for the same pages: one of them fetches a remote page into the segment, for all."""
+    group: bytes = b""
+    """Of the objects that this makes: see Reserve."""
+    wait_s: float = 0.0
+    """Before the answer, wait at most so long until none of these pages is being fetched by another rank."""
 
 
-MISS, LOCAL, REMOTE, WRONG_LENGTH = 0, 1, 2, 3
+MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT = 0, 1, 2, 3, 4, 5
 
 
 class Located(Message):
-    """Columns, one entry per key: status (MISS, LOCAL, REMOTE, WRONG_LENGTH), segment offset (LOCAL) or index into `peers`
-    (REMOTE), xxh3-64 of the body, seeded with the page's identity (LOCAL; remote ones come with the bytes)."""
+    """Columns, one entry per key: status, segment offset (LOCAL) or index into `peers` (REMOTE, FETCH), xxh3-64 of the body,
+    seeded with the page's identity (LOCAL; remote ones come with the bytes).
+
+    FETCH, where shared: take it from the peer into the segment at the next offset of `room`, and then Commit `txn`, whose
+    WRITE entries these are. WAIT: another rank does that just now."""
 
     pin: int
     status: bytes
@@ -112,6 +121,8 @@ class Located(Message):
     peers: list[Peer]
     reason: str = ""
     """`master_down` when remote holders could not be asked for."""
+    txn: int = 0
+    room: list[int] = []
 
 
 class Peer(Message):

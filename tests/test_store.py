@@ -8,7 +8,7 @@ import pytest
 
 from hicache_mooncake.node.allocator import GRANULE
 from hicache_mooncake.node.store import Store
-from hicache_mooncake.protocol import HAVE, LOCAL, MISS, REFUSED, WRITE, WRONG_LENGTH
+from hicache_mooncake.protocol import FETCH, HAVE, LOCAL, MISS, REFUSED, REMOTE, WAIT, WRITE, WRONG_LENGTH
 from hicache_mooncake.testing.local import page_hash
 
 NS = b"n" * 16
@@ -256,6 +256,25 @@ def test_too_many_waiting_changes_become_a_snapshot() -> None:
     assert not store.changes_lost
 
 
+def test_one_reader_fetches_a_page_for_all() -> None:
+    store = small(3)
+    txn, column, where = store.claim(1, NS, keys("a", "b", "a"), PAGE)
+    assert list(column) == [FETCH, FETCH, WAIT]
+    assert len(where) == 2
+    other, column, _ = store.claim(2, NS, keys("b", "c", "d"), PAGE)
+    assert list(column) == [WAIT, FETCH, REMOTE], "no room for d"
+    store.validate()
+    assert store.claimed(NS, keys("x", "a"))
+    assert not store.claimed(OTHER, keys("a"))
+    assert store.commit(1, txn, b"\x01\x00", [5, 6]) == b"\x01\x00"
+    assert not store.claimed(NS, keys("a", "b"))
+    assert present(store, "a", "b", "c") == [1, 0, 0]
+    store.drop_owner(2)
+    assert store.commit(2, other, b"\x01", [7]) == b"\x00"
+    assert not store.claimed(NS, keys("c"))
+    store.validate()
+
+
 MODEL = b"g" * 16
 
 
@@ -327,7 +346,7 @@ def test_any_sequence_of_events_keeps_the_books(seed: int) -> None:
         namespace = rng.choice((NS, OTHER))
         length = rng.choice((GRANULE, PAGE, 3 * GRANULE - 7))
         blob = keys(*(rng.randrange(40) for _ in range(rng.randrange(1, 9))))
-        match rng.randrange(9):
+        match rng.randrange(10):
             case 0 | 1:
                 txn, status, where = store.reserve(owner, namespace, blob, length, rng.choice((b"", MODEL, MODEL)))
                 assert len({w for w, s in zip(where, status, strict=True) if s == WRITE}) == status.count(WRITE)
@@ -353,6 +372,10 @@ def test_any_sequence_of_events_keeps_the_books(seed: int) -> None:
             case 8:
                 if rng.random() < 0.3:
                     store.drop_owner(owner)
+            case 9:
+                txn, status, where = store.claim(owner, namespace, blob, length, rng.choice((b"", MODEL)))
+                assert len(where) == status.count(FETCH)
+                txns.append((owner, txn, len(where)))
         store.validate()
         added, removed = store.drain_changes(1000)
         known |= {(ns, b[i : i + 32]) for ns, b in added for i in range(0, len(b), 32)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 import select
@@ -22,12 +23,21 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.keys import checksum_seed
-from hicache_mooncake.transfer.memory import BodyLayout, EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
+from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.memory import (
+    BodyLayout,
+    EngineMemory,
+    EngineMemoryError,
+    ForeignMemory,
+    MappedMemory,
+    Source,
+    fill,
+)
 from hicache_mooncake.transfer.peers import Peers, peer_closed
 from hicache_mooncake.transfer.tcp import PeerConnection
 from hicache_mooncake.wire import Wire, WireClosed
@@ -40,6 +50,8 @@ _CONNECTING_S = 0.5
 _BLAME_AFTER_S = 0.2
 """A peer that was waited for this long and did not send is at fault; one that we had no time left for is not."""
 _NO_ROOM_RETRIES_S = (0.01, 0.03)
+_WAIT_SHARE = 0.5
+"""Of the time that is left: how long a rank waits for another that fetches the same pages, before it fetches them itself."""
 
 
 class Fetching:
@@ -51,6 +63,17 @@ class Fetching:
         self.connection = connection
         self.wanted = wanted
         self.asked_at = time.monotonic()
+
+
+class Landing:
+    """Where in the node's segment pages from other nodes go first, for all ranks of this host. `checksums` has those that came
+    whole. Not to be written to once the connection to the node has gone: the room is somebody else's then."""
+
+    def __init__(self, segment: Mapping, txn: int) -> None:
+        self.segment = segment
+        self.txn = txn
+        self.offsets: dict[int, int] = {}
+        self.checksums: dict[int, int] = {}
 
 
 _MAX_BODY_BYTES = 4 << 30
@@ -147,19 +170,47 @@ class Mover:
     # ------------------------------------------------------------------ load
 
     def _load(self, batch: Batch, ok: bytearray, reasons: Counter[str], deadline: float) -> tuple[int, int]:
+        """Returns (bytes that were here, bytes that came from other nodes)."""
+        here, waiting = self._load_some(batch, range(batch.count), ok, reasons, deadline, shared=batch.job.shared)
+        if waiting:  # another rank fetches them for all. If it does not come to an end, they are fetched anew
+            wait_s = max(0.0, deadline - time.monotonic()) * _WAIT_SHARE
+            more, _ = self._load_some(batch, waiting, ok, reasons, deadline, shared=False, wait_s=wait_s)
+            here = (here[0] + more[0], here[1] + more[1])
+        return here
+
+    def _load_some(
+        self,
+        batch: Batch,
+        pages: Sequence[int],
+        ok: bytearray,
+        reasons: Counter[str],
+        deadline: float,
+        *,
+        shared: bool,
+        wait_s: float = 0.0,
+    ) -> tuple[tuple[int, int], list[int]]:
+        """Load these pages of the batch: (bytes from here and from elsewhere), and those that another rank is fetching."""
         job = batch.job
-        located = self._link.ask(p.Locate(job.namespace, job.hashes, batch.body_bytes), deadline)
+        hashes = job.hashes if len(pages) == batch.count else p.select_hashes(job.hashes, pages)
+        located = self._link.ask(p.Locate(job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s), deadline)
         assert isinstance(located, p.Located)
         segment = self._link.segment
         assert segment is not None
         by_peer: dict[tuple[str, int], tuple[p.Peer, list[int]]] = {}
-        local: list[int] = []
-        for i, status in enumerate(located.status):
+        local: list[tuple[int, int, int]] = []
+        waiting: list[int] = []
+        landing = Landing(segment, located.txn)
+        room = iter(located.room)
+        for i, status, where, checksum in zip(pages, located.status, located.where, located.checksum, strict=True):
             if status == p.LOCAL:
-                local.append(i)
-            elif status == p.REMOTE:
-                peer = located.peers[located.where[i]]
+                local.append((i, where, checksum))
+            elif status in (p.REMOTE, p.FETCH):
+                peer = located.peers[where]
                 by_peer.setdefault((peer.host, peer.port), (peer, []))[1].append(i)
+                if status == p.FETCH:
+                    landing.offsets[i] = next(room)
+            elif status == p.WAIT:
+                waiting.append(i)
             else:
                 reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
         peer_down: list[str] = []
@@ -171,18 +222,17 @@ class Mover:
             self._request(peer, batch, wanted, deadline, reasons, peer_down, fetches)
         bad = bytearray()
         loaded = 0
-        for i in local:
+        for i, offset, checksum in local:
             if time.monotonic() > deadline:
                 reasons["deadline"] += 1
                 continue
-            offset = located.where[i]
             body = segment.view[offset : offset + batch.body_bytes]
             try:
                 arrived = self._memory.load(body, segment.address + offset, batch.addresses(i), batch.layout, batch.seed(i))
             except EngineMemoryError:
                 reasons["engine_memory"] += 1
                 continue
-            if arrived == located.checksum[i]:
+            if arrived == checksum:
                 ok[i] = 1
                 loaded += 1
             else:
@@ -192,10 +242,17 @@ class Mover:
         connecting_until = min(deadline, time.monotonic() + _CONNECTING_S)
         for peer, wanted in others:
             self._request(peer, batch, wanted, deadline, reasons, peer_down, fetches, connecting_until)
-        remote_bytes = self._receive_all(fetches, batch, ok, reasons, deadline, peer_down)
+        if self._link.segment is not segment:
+            landing.offsets.clear()  # the node has given the room back with the connection
+        remote_bytes = self._receive_all(fetches, batch, landing, ok, reasons, deadline, peer_down)
+        if landing.offsets:
+            whole = [landing.checksums.get(i) for i in landing.offsets]
+            commit = p.Commit(landing.txn, bytes(c is not None for c in whole), [c or 0 for c in whole])
+            with contextlib.suppress(NodeUnavailable):  # the pages are in the engine all the same
+                self._link.ask_same(commit, deadline + 0.1)
         if peer_down:
             self._link.tell(p.Release(0, peer_down=peer_down), deadline + 0.1)
-        return loaded * batch.body_bytes, remote_bytes
+        return (loaded * batch.body_bytes, remote_bytes), waiting
 
     def _request(
         self,
@@ -241,6 +298,7 @@ class Mover:
         self,
         fetches: list[Fetching],
         batch: Batch,
+        landing: Landing,
         ok: bytearray,
         reasons: Counter[str],
         deadline: float,
@@ -262,13 +320,14 @@ class Mover:
                 break
             for fd, _ in ready:
                 poll.unregister(fd)
-                received += self._receive(waiting.pop(fd), batch, ok, reasons, deadline, peer_down)
+                received += self._receive(waiting.pop(fd), batch, landing, ok, reasons, deadline, peer_down)
         return received
 
     def _receive(
         self,
         fetching: Fetching,
         batch: Batch,
+        landing: Landing,
         ok: bytearray,
         reasons: Counter[str],
         deadline: float,
@@ -288,12 +347,13 @@ class Mover:
                 else:
                     reasons["wrong_length" if status == p.WRONG_LENGTH else "gone_remote"] += 1
                     settled += 1
-            places, seeds = [batch.addresses(i) for i, _ in held], [batch.seed(i) for i, _ in held]
-            bodies = self._memory.receive(connection.source(deadline), places, batch.layout, seeds)
+            bodies = self._bodies(connection.source(deadline), batch, [i for i, _ in held], landing)
             for (i, checksum), arrived in zip(held, bodies, strict=True):
                 received += batch.body_bytes
                 if arrived == checksum:
                     ok[i] = 1
+                    if i in landing.offsets:
+                        landing.checksums[i] = checksum
                 else:
                     reasons["checksum_remote"] += 1
                 settled += 1
@@ -310,6 +370,22 @@ class Mover:
             peer_down.append(peer.node)
             reasons["peer_failed"] += len(wanted) - settled
         return received
+
+    def _bodies(self, source: Source, batch: Batch, pages: Sequence[int], landing: Landing) -> Iterator[int]:
+        """Receive these pages into the engine, those with a place in the segment through it. Yields the checksum of each as it
+        has arrived in the engine."""
+        for through_segment, group in itertools.groupby(pages, key=lambda i: i in landing.offsets):
+            members = list(group)
+            if not through_segment:
+                places, seeds = [batch.addresses(i) for i in members], [batch.seed(i) for i in members]
+                yield from self._memory.receive(source, places, batch.layout, seeds)
+                continue
+            for i in members:
+                offset = landing.offsets[i]
+                body = landing.segment.view[offset : offset + batch.body_bytes]
+                fill(source, [body])
+                at = landing.segment.address + offset
+                yield self._memory.load(body, at, batch.addresses(i), batch.layout, batch.seed(i))
 
     def _late(self, peer: p.Peer, since: float, peer_down: list[str]) -> None:
         if time.monotonic() - since < _BLAME_AFTER_S:

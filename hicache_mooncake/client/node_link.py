@@ -105,7 +105,7 @@ class NodeLink:
             if not isinstance(welcome, p.Welcome) or len(fds) != 1:
                 raise p.ProtocolError("the node's welcome has no segment")
             try:
-                segment = Mapping(fds[0], welcome.segment_bytes, writable=self._role == "store")
+                segment = Mapping(fds[0], welcome.segment_bytes, writable=True)
             finally:
                 for fd in fds:
                     os.close(fd)

@@ -46,6 +46,7 @@ _LOOKUP_TIMEOUT_S = 0.5
 _HOUSEKEEPING_S = 0.05
 _SEND_TIMEOUT_S = 5.0
 _SNAPSHOT_PART_KEYS = 16_384
+_LONGEST_WAIT_S = 10.0
 _MAX_REASONS = 100
 
 
@@ -67,6 +68,8 @@ class Node:
             track_changes=bool(settings.masters),
         )
         self.lock = threading.Lock()
+        self._unclaimed = threading.Condition(self.lock)
+        """Notified when pages that one rank fetches for all may have come."""
         self.metrics_address = ""
         self.data_address = ""
         self._owners = itertools.count(1)
@@ -287,6 +290,7 @@ class Node:
         finally:
             with self.lock:
                 self.store.drop_owner(owner)
+                self._unclaimed.notify_all()
             with self._connections_lock:
                 self._connections.pop(owner, None)
                 self._last_client_at = time.monotonic()
@@ -314,6 +318,7 @@ class Node:
             case p.Commit():
                 with self.lock:
                     done = self.store.commit(owner, message.txn, message.ok, message.checksum)
+                    self._unclaimed.notify_all()
                 self.link.notify()
                 return p.Committed(done)
             case p.Missed():
@@ -361,7 +366,12 @@ class Node:
 
     def _locate(self, owner: int, message: p.Locate) -> p.Located:
         p.count_hashes(message.hashes)
+        if message.length <= 0:
+            raise p.ProtocolError(f"object of {message.length} bytes")
+        waiting_until = time.monotonic() + min(message.wait_s, _LONGEST_WAIT_S)
         with self.lock:
+            while self.store.claimed(message.namespace, message.hashes) and time.monotonic() < waiting_until:
+                self._unclaimed.wait(waiting_until - time.monotonic())
             pin, status, where, checksum = self.store.locate(
                 owner, message.namespace, message.hashes, message.length, time.monotonic()
             )
@@ -378,7 +388,16 @@ class Node:
                 for i, holder in zip(missing, answers[0].holder, strict=False):
                     if holder:
                         status[i], where[i] = p.REMOTE, holder - 1
-        return p.Located(pin, bytes(status), where, checksum, peers, reason)
+        txn = 0
+        room: list[int] = []
+        remote = [i for i in missing if status[i] == p.REMOTE]
+        if message.shared and remote:
+            wanted = p.select_hashes(message.hashes, remote)
+            with self.lock:
+                txn, column, room = self.store.claim(owner, message.namespace, wanted, message.length, message.group)
+            for i, claim in zip(remote, column, strict=True):
+                status[i] = claim
+        return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room)
 
     def _release(self, owner: int, message: p.Release) -> None:
         dropped = 0

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 
 from hicache_mooncake.node.allocator import Allocator
-from hicache_mooncake.protocol import HASH_BYTES, HAVE, LOCAL, WRITE, WRONG_LENGTH
+from hicache_mooncake.protocol import FETCH, HASH_BYTES, HAVE, LOCAL, REMOTE, WAIT, WRITE, WRONG_LENGTH
 
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
 
@@ -82,6 +82,8 @@ class Reservation:
     length: int
     pages: list[LogicalPage]
     offsets: list[int]
+    claimed: bool = False
+    """The bodies come from another node, and whoever else wants them waits for this."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -135,6 +137,8 @@ class Store:
         self._objects = 0
         self._pins: dict[int, PinSet] = {}
         self._reservations: dict[int, Reservation] = {}
+        self._claims: set[tuple[bytes, bytes]] = set()
+        """(namespace, hash) of what claimed reservations are for."""
         self._condemned: deque[dict[bytes, Entry]] = deque()
         """Namespaces that were cleared: out of the index, their objects still to be taken apart by `sweep`."""
         self._next_id = 1
@@ -271,6 +275,35 @@ class Store:
             self._reservations[txn] = reservation
         return txn, status, where
 
+    def claim(
+        self, owner: int, namespace: bytes, hashes: bytes, length: int, group: bytes = b""
+    ) -> tuple[int, bytearray, list[int]]:
+        """Room for pages that one reader fetches from another node for all readers of this one: (transaction, a column of
+        FETCH, WAIT where another has claimed the page, REMOTE where there is no room, offsets of the FETCH ones).
+
+        Commit the transaction like that of `reserve`; the claims end with it.
+        """
+        count = len(hashes) // HASH_BYTES
+        each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        first = {page_hash: i for i, page_hash in reversed(list(enumerate(each)))}
+        free = [i for i, page_hash in enumerate(each) if first[page_hash] == i and (namespace, page_hash) not in self._claims]
+        column = bytearray([WAIT]) * count
+        wanted = b"".join(each[i] for i in free)
+        txn, status, where = self.reserve(owner, namespace, wanted, length, group)
+        for i, reserved in zip(free, status, strict=True):
+            column[i] = FETCH if reserved == WRITE else REMOTE
+        reservation = self._reservations.get(txn)
+        if reservation is not None:
+            reservation.claimed = True
+            self._claims.update((namespace, page.hash) for page in reservation.pages)
+        return txn, column, [offset for offset, reserved in zip(where, status, strict=True) if reserved == WRITE]
+
+    def claimed(self, namespace: bytes, hashes: bytes) -> bool:
+        """Is any of these pages being fetched for all?"""
+        if not self._claims:
+            return False
+        return any((namespace, hashes[at : at + HASH_BYTES]) in self._claims for at in range(0, len(hashes), HASH_BYTES))
+
     def commit(self, owner: int, txn: int, ok: bytes, checksums: Iterable[int]) -> bytes:
         """Make the whole ones visible, give the others' memory back. One byte per WRITE key: 1 where it is now stored.
 
@@ -280,6 +313,7 @@ class Store:
         if reservation is None or reservation.owner != owner:
             return bytes(len(ok))
         del self._reservations[txn]
+        self._end_claims(reservation)
         result = bytearray(len(reservation.offsets))
         fresh: list[Entry] = []
         column = zip(reservation.pages, reservation.offsets, ok, checksums, strict=False)
@@ -326,6 +360,7 @@ class Store:
             self._unpin(self._pins.pop(pin).entries)
         for txn in [txn for txn, held in self._reservations.items() if held.owner == owner]:
             reservation = self._reservations.pop(txn)
+            self._end_claims(reservation)
             for page, offset in zip(reservation.pages, reservation.offsets, strict=True):
                 self._not_written(page)
                 self.allocator.free(offset)
@@ -447,6 +482,10 @@ class Store:
         if entry.pins == 0:
             self.allocator.free(entry.offset)
 
+    def _end_claims(self, reservation: Reservation) -> None:
+        if reservation.claimed:
+            self._claims.difference_update((reservation.namespace, page.hash) for page in reservation.pages)
+
     def _written(self, group: bytes, page_hash: bytes) -> LogicalPage:
         """The logical page, with one more writer."""
         pages = self._pages.setdefault(group, {})
@@ -510,6 +549,9 @@ class Store:
         assert all((page.parts or page.writers) and page.writers == writers[id(page)] for page in pages)
         assert all(part.page is page and part.hash == page.hash for page in pages for part in page.parts)
         assert set(writers) <= set(map(id, pages))
+        claims = [(held.namespace, page.hash) for held in self._reservations.values() if held.claimed for page in held.pages]
+        assert set(claims) == self._claims
+        assert len(claims) == len(set(claims)), "one fetches a page, not two"
         for namespace, objects in self._index.items():
             assert objects, "an empty namespace has no dict"
             for page_hash, entry in objects.items():

@@ -35,8 +35,11 @@ def pattern(page: bytes, size: int, generation: int = 0) -> bytes:
 class FakeRank:
     """Memory of `pages` pages of `page_bytes`, half K and half V, the halves apart as in SGLang's page_first pools."""
 
-    def __init__(self, settings: Settings, *, pages: int = 16, page_bytes: int = 64 << 10, memfd: bool = True) -> None:
+    def __init__(
+        self, settings: Settings, *, pages: int = 16, page_bytes: int = 64 << 10, memfd: bool = True, shared: bool = False
+    ) -> None:
         self.page_bytes = page_bytes
+        self.shared = shared
         self.pages = pages
         self.half = page_bytes // 2
         length = pages * page_bytes
@@ -66,7 +69,7 @@ class FakeRank:
 
     def transfer(self, op: str, namespace: bytes, hashes: Sequence[bytes], pages: Iterable[int] | None = None) -> Outcome:
         numbers = array("q", range(len(hashes)) if pages is None else pages)
-        return self.client.transfer(op, Body(namespace, self.runs), b"".join(hashes), numbers)
+        return self.client.transfer(op, Body(namespace, self.runs, shared=self.shared), b"".join(hashes), numbers)
 
     def store(self, namespace: bytes, hashes: Sequence[bytes], generation: int = 0) -> Outcome:
         """Write each hash's own pattern into pages 0.. and store them."""
