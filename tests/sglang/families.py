@@ -64,11 +64,15 @@ __all__ = [
     "FAMILIES",
     "Family",
     "FamilyPool",
+    "assemble",
     "content",
+    "dcp_ranks",
+    "engine",
     "fill",
     "holds",
     "page_runs",
     "page_tokens",
+    "pools_of",
     "scramble",
     "slots",
     "usable_pages",
@@ -125,7 +129,7 @@ class _Controller(HybridCacheController):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _engine(layout: str, allocator: str, parallel: Mapping[str, Any] | None = None, **server_args: Any) -> Iterator[None]:
+def engine(layout: str, allocator: str, parallel: Mapping[str, Any] | None = None, **server_args: Any) -> Iterator[None]:
     """SGLang's configuration for as long as pools are built, of an engine with this host layout and allocator."""
     fields = {
         "hicache_ratio": float(DEVICE_SHARE),
@@ -144,7 +148,7 @@ def _engine(layout: str, allocator: str, parallel: Mapping[str, Any] | None = No
         yield
 
 
-def _assemble(kvcache: Any, components: set[ComponentType], page_size: int, **params: Any) -> Any:
+def assemble(kvcache: Any, components: set[ComponentType], page_size: int, **params: Any) -> Any:
     """SGLang's strategy for this device pool, run: a StackBuildResult."""
     sub_allocator = SimpleNamespace(alloc=None, free=None)
     mamba_pool = params.pop("mamba_pool", None)
@@ -173,7 +177,7 @@ def _assemble(kvcache: Any, components: set[ComponentType], page_size: int, **pa
     )
 
 
-def _pools(result: Any, draft: Any = None) -> list[FamilyPool]:
+def pools_of(result: Any, draft: Any = None) -> list[FamilyPool]:
     """All pools of a result, and those of a draft model that comes later with a device pool of its own."""
     specs = list(result.sidecars)
     if draft is not None:
@@ -207,40 +211,41 @@ def _pool(name: str, pool: Any, policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES,
 
 
 def _mha(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES, drafts: int = 0, **fields: Any) -> Any:
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         packed = tuple(mha_device(1, pages, **fields) for _ in range(drafts))
-        return _pools(_assemble(mha_device(layers, pages, **fields), {FULL}, PAGE_SIZE, mtp_draft_device_pools=packed))
+        return pools_of(assemble(mha_device(layers, pages, **fields), {FULL}, PAGE_SIZE, mtp_draft_device_pools=packed))
 
 
 def _mha_mxfp8(layout: str, allocator: str = "shm", *, layers: int = 2, pages: int = PAGES) -> Any:
     device = mha_device(layers, pages, page_size=128, cls=MHATokenToKVPoolMXFP8, dtype=torch.float8_e4m3fn)
     gpu = SimpleNamespace(capabilities=SimpleNamespace(hicache_device_kernels=True))
     with (
-        _engine(layout, allocator),
+        engine(layout, allocator),
         mock.patch.object(mha, "_is_cuda", True),
         mock.patch.object(mha, "current_platform", gpu),
         mock.patch.object(mha, "can_use_hicache_jit_kernel", return_value=True),
         mock.patch.object(mha, "can_use_write_back_jit_kernel", return_value=True),
         mock.patch.object(mha_mxfp8, "can_use_write_back_jit_kernel", return_value=True),
     ):
-        return _pools(_assemble(device, {FULL}, 128))
+        return pools_of(assemble(device, {FULL}, 128))
 
 
 def _mla(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES, drafts: int = 0, **fields: Any) -> Any:
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         packed = tuple(mla_device(1, pages, **fields) for _ in range(drafts))
-        return _pools(_assemble(mla_device(layers, pages, **fields), {FULL}, PAGE_SIZE, mtp_draft_device_pools=packed))
+        return pools_of(assemble(mla_device(layers, pages, **fields), {FULL}, PAGE_SIZE, mtp_draft_device_pools=packed))
 
 
-def _dcp(rank: int, size: int) -> dict[str, Any]:
+def dcp_ranks(rank: int, size: int) -> dict[str, Any]:
+    """`engine(parallel=...)` of a rank under decode context parallelism."""
     return {"attn_dcp_size": size, "dcp_enabled": size > 1, "attn_dcp_rank": rank}
 
 
 def _mla_dcp(
     layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES, dcp_rank: int = 0, dcp_size: int = 2
 ) -> Any:
-    with _engine(layout, allocator, _dcp(dcp_rank, dcp_size)):
-        return _pools(_assemble(mla_device(layers, pages), {FULL}, PAGE_SIZE * dcp_size))
+    with engine(layout, allocator, dcp_ranks(dcp_rank, dcp_size)):
+        return pools_of(assemble(mla_device(layers, pages), {FULL}, PAGE_SIZE * dcp_size))
 
 
 def _mla_kv_split(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES) -> Any:
@@ -266,7 +271,7 @@ def _mla_kv_split(layout: str, allocator: str = "shm", *, layers: int = 4, pages
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         host = MLATokenToKVPoolHost(
             info,
             float(DEVICE_SHARE),
@@ -292,7 +297,7 @@ def _page_interleave(
 
 def _hisparse_mha(layout: str, allocator: str = "default", *, layers: int = 3, pages: int = PAGES) -> Any:
     device = mha_device(layers, pages, cls=HiSparseMHAMainPool, head_num=1, start_layer=0, end_layer=layers)
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         host = HiSparseMHATokenToKVPoolHost(
             buffer_info=device.get_device_pool_infos()[0].buffer_info,
             host_to_device_ratio=DEVICE_SHARE,
@@ -305,7 +310,7 @@ def _hisparse_mha(layout: str, allocator: str = "default", *, layers: int = 3, p
 
 
 def _hisparse_mla(layout: str, allocator: str = "default", *, layers: int = 3, pages: int = PAGES) -> Any:
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         device = dsa_device(layers, pages, cls=HiSparseDSATokenToKVPool)
         host = MLATokenToKVPoolHost(
             buffer_info=device.get_device_pool_infos()[0].buffer_info,
@@ -324,7 +329,7 @@ def _hisparse_mla(layout: str, allocator: str = "default", *, layers: int = 3, p
 
 def _hisparse_v4(layout: str, allocator: str = "default", *, layers: int = 2, pages: int = PAGES) -> Any:
     device = HiSparseC4DevicePool(device_tokens(pages, 64), 64, torch.float8_e4m3fn, 448, 64, layers, "cpu", False)
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         host = DeepSeekV4PagedHostPool(
             pool_name="dsv4_hisparse_c4",
             device_buffers=device.kv_buffer,
@@ -340,9 +345,9 @@ def _hisparse_v4(layout: str, allocator: str = "default", *, layers: int = 2, pa
 
 
 def _dsa(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES, drafts: int = 0, **fields: Any) -> Any:
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         packed = tuple(dsa_device(1, pages, packed_fp8=fields.get("packed_fp8", False)) for _ in range(drafts))
-        return _pools(_assemble(dsa_device(layers, pages, **fields), {FULL}, 64, mtp_draft_device_pools=packed))
+        return pools_of(assemble(dsa_device(layers, pages, **fields), {FULL}, 64, mtp_draft_device_pools=packed))
 
 
 def _dsa_mtp(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES) -> Any:
@@ -356,14 +361,14 @@ def _dsa_layer_split(
 ) -> Any:
     """Each context-parallel rank has its part of the layers; the KV pool has room for the largest part on every rank."""
     alone = SimpleNamespace(world_size=1, pynccl_comm=None)
-    with _engine(layout, allocator, {"attn_cp_group": alone}):
+    with engine(layout, allocator, {"attn_cp_group": alone}):
         device = dsa_device(layers, pages, cls=LayerSplitDSATokenToKVPool, layer_shard_rank=cp_rank, layer_shard_size=cp_size)
-        return _pools(_assemble(device, {FULL}, 64))
+        return pools_of(assemble(device, {FULL}, 64))
 
 
 def _minimax(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES, **fields: Any) -> Any:
     sparse = list(range(1, layers))
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         device = MiniMaxSparseKVPool(
             size=device_tokens(pages),
             page_size=PAGE_SIZE,
@@ -376,11 +381,11 @@ def _minimax(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int
             end_layer=layers,
             **({"dtype": torch.bfloat16, "head_num": 2, "head_dim": 64} | fields),
         )
-        return _pools(_assemble(device, {FULL}, PAGE_SIZE))
+        return pools_of(assemble(device, {FULL}, PAGE_SIZE))
 
 
 def _minimax_nvfp4(layout: str, allocator: str = "shm", *, layers: int = 3, pages: int = PAGES) -> Any:
-    with _engine(layout, allocator, hicache_io_backend="kernel"):
+    with engine(layout, allocator, hicache_io_backend="kernel"):
         device = MiniMaxM3Nvfp4KVPool(
             size=device_tokens(pages, 128),
             page_size=128,
@@ -395,16 +400,16 @@ def _minimax_nvfp4(layout: str, allocator: str = "shm", *, layers: int = 3, page
             start_layer=0,
             end_layer=layers,
         )
-        return _pools(_assemble(device, {FULL}, 128))
+        return pools_of(assemble(device, {FULL}, 128))
 
 
 def _qsa(
     layout: str, allocator: str = "shm", *, layers: int = 2, pages: int = PAGES, eagle: bool = False, **fields: Any
 ) -> Any:
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         mamba = mamba_device(range(1, 2 * layers, 2), pages)
-        result = _assemble(qsa_device(mamba, layers, pages, **fields), {FULL, MAMBA}, PAGE_SIZE, mamba_pool=mamba)
-        return _pools(result, qsa_device(mamba_device([1], pages), 1, pages, **fields) if eagle else None)
+        result = assemble(qsa_device(mamba, layers, pages, **fields), {FULL, MAMBA}, PAGE_SIZE, mamba_pool=mamba)
+        return pools_of(result, qsa_device(mamba_device([1], pages), 1, pages, **fields) if eagle else None)
 
 
 # --------------------------------------------------------------------------- families: windows and states
@@ -422,29 +427,29 @@ def _swa(
     **fields: Any,
 ) -> Any:
     """`drafts`: one more layer packed into each pool; `eagle`: a draft model with a sliding window, in a pool of its own."""
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         packed = [swa_device(1, 0, pages, **fields), swa_device(0, 1, pages, **fields)] if drafts else []
         for draft in packed:
             draft.swa_uses_full_indices = False
         device = swa_device(layers, swa_layers, pages, **fields)
-        result = _assemble(device, {FULL, SWA}, PAGE_SIZE, mtp_draft_device_pools=tuple(packed))
-        return _pools(result, swa_device(0, 1, pages, **fields) if eagle else None)
+        result = assemble(device, {FULL, SWA}, PAGE_SIZE, mtp_draft_device_pools=tuple(packed))
+        return pools_of(result, swa_device(0, 1, pages, **fields) if eagle else None)
 
 
 def _swa_draft_of_full_indices(
     layout: str, allocator: str = "shm", *, layers: int = 2, swa_layers: int = 3, pages: int = PAGES
 ) -> Any:
     """A draft layer with a window and heads of its own, whose pool is addressed like the full one."""
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         draft = swa_device(0, 1, pages, window_pages=device_tokens(pages) // PAGE_SIZE, head_num=4)
         draft.swa_uses_full_indices = True
         device = swa_device(layers, swa_layers, pages)
-        return _pools(_assemble(device, {FULL, SWA}, PAGE_SIZE, mtp_draft_device_pools=(draft,)))
+        return pools_of(assemble(device, {FULL, SWA}, PAGE_SIZE, mtp_draft_device_pools=(draft,)))
 
 
 def _swa_mla(layout: str, allocator: str = "shm", *, layers: int = 2, swa_layers: int = 3, pages: int = PAGES) -> Any:
     part = {"page_size": PAGE_SIZE, "device": "cpu", "enable_memory_saver": False, "kv_lora_rank": 64, "qk_rope_head_dim": 16}
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         device = swa_device(
             layers,
             swa_layers,
@@ -478,13 +483,13 @@ def _mamba(
     **fields: Any,
 ) -> Any:
     page_size = fields.get("page_size", PAGE_SIZE)
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         mamba = mamba_device(range(1, 2 * layers, 2), pages, shape)
         if side_state:
             mamba.register_slot_state(
                 ShortConvPool(size=mamba.size, state_shape=(32, 3), layer_ids=[1], dtype=torch.bfloat16, device="cpu")
             )
-        result = _assemble(
+        result = assemble(
             linear_device(mamba, layers, pages, **fields),
             {FULL, MAMBA},
             page_size,
@@ -492,7 +497,7 @@ def _mamba(
             mtp_draft_device_pools=tuple(mha_device(1, pages) for _ in range(drafts)),
             mtp_draft_mamba_pools=tuple(mamba_device([0], pages, shape) for _ in range(drafts)),
         )
-        return _pools(result)
+        return pools_of(result)
 
 
 def _kimi_linear(layout: str, allocator: str = "shm", *, layers: int = 2, pages: int = PAGES) -> Any:
@@ -508,33 +513,33 @@ def _kimi_linear_dsa(layout: str, allocator: str = "shm", *, layers: int = 2, pa
 
 
 def _mamba_swa(layout: str, allocator: str = "shm", *, layers: int = 2, swa_layers: int = 3, pages: int = PAGES) -> Any:
-    with _engine(layout, allocator):
+    with engine(layout, allocator):
         mamba = mamba_device([layers + swa_layers, layers + swa_layers + 1], pages)
         device = swa_device(layers, swa_layers, pages)
-        return _pools(_assemble(device, {FULL, SWA, MAMBA}, PAGE_SIZE, mamba_pool=mamba))
+        return pools_of(assemble(device, {FULL, SWA, MAMBA}, PAGE_SIZE, mamba_pool=mamba))
 
 
 # --------------------------------------------------------------------------- families: a draft model with pools of its own
 
 
 def _eagle_mha(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES, **fields: Any) -> Any:
-    with _engine(layout, allocator):
-        result = _assemble(mha_device(layers, pages, **fields), {FULL}, PAGE_SIZE)
-        return _pools(result, mha_device(1, pages, head_num=4, head_dim=32))
+    with engine(layout, allocator):
+        result = assemble(mha_device(layers, pages, **fields), {FULL}, PAGE_SIZE)
+        return pools_of(result, mha_device(1, pages, head_num=4, head_dim=32))
 
 
 def _eagle_mla(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES) -> Any:
-    with _engine(layout, allocator):
-        return _pools(_assemble(mla_device(layers, pages), {FULL}, PAGE_SIZE), mla_device(1, pages))
+    with engine(layout, allocator):
+        return pools_of(assemble(mla_device(layers, pages), {FULL}, PAGE_SIZE), mla_device(1, pages))
 
 
 def _eagle_mha_on_mla(
     layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES, dcp_rank: int = 0, dcp_size: int = 1
 ) -> Any:
     """Under decode context parallelism the draft's pool is not shared out: its rows are the slots of the target."""
-    with _engine(layout, allocator, _dcp(dcp_rank, dcp_size)):
+    with engine(layout, allocator, dcp_ranks(dcp_rank, dcp_size)):
         draft = mha_device(1, pages, page_size=PAGE_SIZE * dcp_size)
-        return _pools(_assemble(mla_device(layers, pages), {FULL}, PAGE_SIZE * dcp_size), draft)
+        return pools_of(assemble(mla_device(layers, pages), {FULL}, PAGE_SIZE * dcp_size), draft)
 
 
 def _eagle_mha_on_mla_dcp(layout: str, allocator: str = "shm", **shape: Any) -> Any:
@@ -542,8 +547,8 @@ def _eagle_mha_on_mla_dcp(layout: str, allocator: str = "shm", **shape: Any) -> 
 
 
 def _eagle_dsa(layout: str, allocator: str = "shm", *, layers: int = 4, pages: int = PAGES) -> Any:
-    with _engine(layout, allocator):
-        return _pools(_assemble(dsa_device(layers, pages), {FULL}, 64), dsa_device(1, pages))
+    with engine(layout, allocator):
+        return pools_of(assemble(dsa_device(layers, pages), {FULL}, 64), dsa_device(1, pages))
 
 
 # --------------------------------------------------------------------------- families: DeepSeek-V4
@@ -562,7 +567,7 @@ def _deepseek_v4(
 ) -> Any:
     """`draft`: packed or own. `hip`: AMD's split of FP4 index keys and scales. `unified`: AMD's rows of fp8 and bf16 halves."""
     ratios = fields.pop("ratios", ([0, 4, 128, 4] * layers)[:layers])
-    with _engine(layout, allocator, enable_deepseek_v4_fp4_indexer=hip):
+    with engine(layout, allocator, enable_deepseek_v4_fp4_indexer=hip):
         with contextlib.ExitStack() as gpu:
             if hip:
                 gpu.enter_context(mock.patch.object(v4, "_is_hip", True))
@@ -572,8 +577,8 @@ def _deepseek_v4(
             device = v4_device(ratios, pages, **fields)
         packed = (v4_device([0], pages),) if draft == "packed" else ()
         size_full = device_tokens(pages, V4_PAGE)
-        result = _assemble(device, {FULL, SWA}, V4_PAGE, size_full=size_full, mtp_draft_device_pools=packed)
-        return _pools(result, v4_device([0], pages) if draft == "own" else None)
+        result = assemble(device, {FULL, SWA}, V4_PAGE, size_full=size_full, mtp_draft_device_pools=packed)
+        return pools_of(result, v4_device([0], pages) if draft == "own" else None)
 
 
 def _deepseek_v41(layout: str, allocator: str = "shm", *, pages: int = PAGES, kv_layout: str = "v41") -> Any:
@@ -603,7 +608,7 @@ def _unified_envelope(layout: str, allocator: str = "shm", *, layers: int = 2, s
         UnifiedMHATokenToKVPool(unified_buffer=arena, sub_pool_name=name, page_size=PAGE_SIZE) for name in ("full", "swa")
     )
     with (
-        _engine(layout, allocator, hicache_storage_backend=None),
+        engine(layout, allocator, hicache_storage_backend=None),
         mock.patch.object(assembler, "_get_allocator_type", return_value=allocator),
     ):
         group = assembler.build_hybrid_swa_group(
