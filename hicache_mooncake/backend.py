@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from hicache_mooncake import plugin
+from hicache_mooncake.client.chain import PAGES_A_CALL, Chain
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.pools import KV, Need, StoredPool, View
 from hicache_mooncake.client.registry import Registry
@@ -29,9 +30,8 @@ from hicache_mooncake.protocol import HASH_BYTES, Run, select_hashes
 
 log = logging.getLogger(__name__)
 
-_PAGES_A_CALL = 128
-"""Pages of SGLang's storage calls (`STORAGE_BATCH_SIZE`). Only the stores of side pools are unbounded: a whole node each."""
 _LONGEST_CALL_S = 6.0
+"""Of a store of side pools, the one call that SGLang does not bound to 128 pages: it has those of a whole node."""
 _MAX_REMEMBERED = 65_536
 _T = TypeVar("_T")
 
@@ -55,6 +55,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         dynamic = bool(extra_config.get("backend_name"))
         self._generic = dynamic and not extra_config.get("interface_v1")
         """SGLang copies pages into tensors of its own and calls `batch_set` and `batch_get`."""
+        self._chains = {"load": Chain(), "store": Chain()}
         self._incomplete: dict[str, None] = {}
         """Keys for which a side pool's page could not be stored: their KV page would restore nothing. Oldest first."""
         self._metrics = StorageFigures(bool(getattr(storage_config, "enable_storage_metrics", False)))
@@ -176,30 +177,33 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Load pages into the host pool. `host_indices`: int64 token slots, page_size per key, page-aligned.
         True only for pages that are there whole and verified; the others are left as they were, or hold no page."""
-        return self._guard("get", _nothing(keys), lambda: self._transfer_kv("load", keys, host_indices))
+        return self._guard("get", _nothing(keys), lambda: self._transfer_kv("load", keys, host_indices, extra_info))
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages from the host pool. True for pages that the pool now holds (also: already held)."""
-        return self._guard("set", _nothing(keys), lambda: self._set_kv(keys, host_indices))
+        return self._guard("set", _nothing(keys), lambda: self._set_kv(keys, host_indices, extra_info))
 
-    def _set_kv(self, keys: Sequence[str], host_indices: Any) -> list[bool]:
+    def _set_kv(self, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
         if self._incomplete and not self._incomplete.keys().isdisjoint(keys):
             end = next(i for i, key in enumerate(keys) if key in self._incomplete)
             self.client.miss({"incomplete_page": len(keys) - end})
             tokens = len(host_indices) // len(keys)
-            stored = self._transfer_kv("store", keys[:end], host_indices[: end * tokens]) if end else []
+            stored = self._transfer_kv("store", keys[:end], host_indices[: end * tokens], extra_info) if end else []
             return [*stored, *[False] * (len(keys) - end)]
-        return self._transfer_kv("store", keys, host_indices)
+        return self._transfer_kv("store", keys, host_indices, extra_info)
 
-    def _transfer_kv(self, op: str, keys: Sequence[str], host_indices: Any) -> list[bool]:
+    def _transfer_kv(self, op: str, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
         view = self._pools.view
         if not view.usable or not keys:
             return [False] * len(keys)
         if KV in view.logical:
             return [True] * len(keys)  # no bytes: the side pools' verdicts say what is there
-        return self._transfer(op, view.pools[KV], keys, host_indices, time.monotonic() + self._settings.deadline_s)
+        deadline = time.monotonic() + self._settings.deadline_s
+        return self._transfer(op, view.pools[KV], keys, host_indices, deadline, extra_info)
 
-    def _transfer(self, op: str, pool: StoredPool, keys: Sequence[str], host_indices: Any, deadline: float) -> list[bool]:
+    def _transfer(
+        self, op: str, pool: StoredPool, keys: Sequence[str], host_indices: Any, deadline: float, extra_info: Any = None
+    ) -> list[bool]:
         geometry = pool.geometry
         verdict = [False] * len(keys)
         hashes, bad = pack_hashes(keys)
@@ -223,9 +227,12 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             return verdict
         for i in good:
             verdict[i] = True
+        before = b""
+        if geometry.pool == KV:  # side pages are parts of the same logical pages
+            before = self._chains[op].before(hashes, getattr(extra_info, "prefix_keys", None))
         started, moved = time.perf_counter(), 0
         for body in pool.bodies:
-            outcome = self.client.transfer(op, body, hashes, *places, deadline)
+            outcome = self.client.transfer(op, body, hashes, *places, deadline, before)
             moved += outcome.local_bytes + outcome.remote_bytes
             for i, ok in zip(good, outcome.ok, strict=True):
                 verdict[i] = verdict[i] and bool(ok)
@@ -250,7 +257,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         results: dict[Any, list[bool]] = {}
         deadline_s = self._settings.deadline_s
         if op == "store":
-            batches = -(-sum(len(transfer.keys or []) for transfer in asked) // _PAGES_A_CALL)
+            batches = -(-sum(len(transfer.keys or []) for transfer in asked) // PAGES_A_CALL)
             deadline_s = max(deadline_s, min(_LONGEST_CALL_S, deadline_s * batches))
         deadline = time.monotonic() + deadline_s
         for transfer in asked:

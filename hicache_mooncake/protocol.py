@@ -102,6 +102,8 @@ class Locate(Message):
     """Of the objects that this makes: see Reserve."""
     wait_s: float = 0.0
     """Before the answer, wait at most so long until none of these pages is being fetched by another rank."""
+    before: bytes = b""
+    """The pages before these in the chain. They count as used with them, and later, so that a head outlives its tail."""
 
 
 MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT = 0, 1, 2, 3, 4, 5
@@ -154,6 +156,8 @@ class Reserve(Message):
     group: bytes = b""
     """Objects of one group and one page hash are parts of one logical page: they are evicted together. Empty: the namespace's
     own."""
+    before: bytes = b""
+    """As in Locate."""
 
 
 REFUSED, WRITE, HAVE = 0, 1, 2
@@ -270,6 +274,8 @@ class Transfer(Message):
     """Of the objects that a store makes: see Reserve."""
     shared: bool = False
     """Other ranks of this host will ask for the same pages: those of a load that come from another node stay here too."""
+    before: bytes = b""
+    """As in Locate."""
 
 
 class Transferred(Message):
@@ -297,6 +303,8 @@ class Fetch(Message):
     hashes: bytes
     length: int
     id: int = 0
+    before: bytes = b""
+    """As in Locate."""
 
 
 class FetchReply(Message):

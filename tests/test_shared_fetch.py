@@ -29,6 +29,8 @@ class Hosts:
     def ready(self, pages: list[bytes]) -> None:
         for reader in self.readers:
             wait_until(lambda reader=reader: reader.exists(NS, pages) == len(pages), 20, "pages found")  # type: ignore[misc]
+            absent = names("warm")
+            wait_until(lambda reader=reader: reader.load(NS, absent).reasons == {"absent": 1}, 20, "its mover runs")  # type: ignore[misc]
 
     def load_all(self, pages: list[bytes]) -> list[tuple[bytes, dict[str, int]]]:
         outcomes: list[tuple[bytes, dict[str, int]]] = [(b"", {})] * len(self.readers)

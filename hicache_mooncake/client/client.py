@@ -210,10 +210,12 @@ class PoolClient:
         pages: array[int] | None,
         addresses: array[int] | None = None,
         deadline: float | None = None,
+        before: bytes = b"",
     ) -> Outcome:
         """Load or store one page per hash, to or from the memory shared by `share`. `pages` if affine, else `addresses`.
 
-        Returns by `deadline` (`time.monotonic()`; by default `deadline_s` from now)."""
+        Returns by `deadline` (`time.monotonic()`; by default `deadline_s` from now). `before`: hashes of the pages before these
+        in their chain."""
         count = len(hashes) // p.HASH_BYTES
         if not self.enabled:
             return self._settle(Outcome(bytes(count), {"off": count}))
@@ -224,7 +226,7 @@ class PoolClient:
             flat = addresses if addresses is not None else array("q")
             if addresses is None and pages is not None:
                 flat = array("q", [run.address + page * run.stride for page in pages for run in body.runs])
-            return self.transfer_through_bounce(op, body, hashes, flat, deadline)
+            return self.transfer_through_bounce(op, body, hashes, flat, deadline, before)
         page_bytes = pages.tobytes() if pages is not None else b""
         address_bytes = addresses.tobytes() if addresses is not None else b""
 
@@ -239,12 +241,19 @@ class PoolClient:
                 address_bytes,
                 group=body.group,
                 shared=body.shared,
+                before=before,
             )
 
         return self._settle(self._run(self._movers[op], job, count, left))
 
     def transfer_through_bounce(
-        self, op: str, body: Body, hashes: bytes, addresses: array[int], deadline: float | None = None
+        self,
+        op: str,
+        body: Body,
+        hashes: bytes,
+        addresses: array[int],
+        deadline: float | None = None,
+        before: bytes = b"",
     ) -> Outcome:
         """The same for memory that is not shared with anybody: `addresses` has one entry per run of each page."""
         count = len(hashes) // p.HASH_BYTES
@@ -258,11 +267,13 @@ class PoolClient:
         try:
             if not self.enabled:  # closed while we waited: nothing may touch engine memory any more
                 return self._settle(Outcome(bytes(count), {"off": count}))
-            return self._settle(self._bounce_rounds(op, body, hashes, addresses, deadline))
+            return self._settle(self._bounce_rounds(op, body, hashes, addresses, deadline, before))
         finally:
             self._bounce_locks[op].release()
 
-    def _bounce_rounds(self, op: str, body: Body, hashes: bytes, addresses: array[int], deadline: float) -> Outcome:
+    def _bounce_rounds(
+        self, op: str, body: Body, hashes: bytes, addresses: array[int], deadline: float, before: bytes
+    ) -> Outcome:
         count = len(hashes) // p.HASH_BYTES
         try:
             bounce = self._bounce(op)
@@ -292,9 +303,20 @@ class PoolClient:
                 continue
             blob = hashes[first * p.HASH_BYTES : (first + len(batch)) * p.HASH_BYTES]
             numbers = array("q", range(len(batch))).tobytes()
+            earlier = before + hashes[: first * p.HASH_BYTES]
 
-            def job(budget_s: float, blob: bytes = blob, numbers: bytes = numbers) -> p.Transfer:
-                return p.Transfer(op, body.namespace, blob, [slot], numbers, budget_s, group=body.group, shared=body.shared)
+            def job(budget_s: float, blob: bytes = blob, numbers: bytes = numbers, earlier: bytes = earlier) -> p.Transfer:
+                return p.Transfer(
+                    op,
+                    body.namespace,
+                    blob,
+                    [slot],
+                    numbers,
+                    budget_s,
+                    group=body.group,
+                    shared=body.shared,
+                    before=earlier,
+                )
 
             part = self._run(self._bounce_movers[op], job, len(batch), max(0.001, deadline - time.monotonic()))
             if op == "load":

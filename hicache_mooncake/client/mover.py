@@ -192,7 +192,8 @@ class Mover:
         """Load these pages of the batch: (bytes from here and from elsewhere), and those that another rank is fetching."""
         job = batch.job
         hashes = job.hashes if len(pages) == batch.count else p.select_hashes(job.hashes, pages)
-        located = self._link.ask(p.Locate(job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s), deadline)
+        question = p.Locate(job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s, job.before)
+        located = self._link.ask(question, deadline)
         assert isinstance(located, p.Located)
         segment = self._link.segment
         assert segment is not None
@@ -272,7 +273,7 @@ class Mover:
             return
         self._last_fetch += 1
         hashes = p.select_hashes(job.hashes, wanted)
-        fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes, self._last_fetch)
+        fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes, self._last_fetch, job.before)
         connecting_until = connecting_until or min(deadline, time.monotonic() + _CONNECTING_S)
         for _attempt in (0, 1):
             reused = False
@@ -417,7 +418,7 @@ class Mover:
     ) -> tuple[list[int], int, int]:
         job = batch.job
         hashes = p.select_hashes(job.hashes, todo)
-        reserved = self._link.ask(p.Reserve(job.namespace, hashes, batch.body_bytes, job.group), deadline)
+        reserved = self._link.ask(p.Reserve(job.namespace, hashes, batch.body_bytes, job.group, job.before), deadline)
         assert isinstance(reserved, p.Reserved)
         segment = self._link.segment
         assert segment is not None

@@ -35,6 +35,7 @@ _COUNTERS = {
     "expired_pins": "Pins that ended by their expiry and not by their reader.",
     "pin_limit": "Reads turned into misses because too much of the segment was pinned.",
     "wrong_length": "Objects found with another length than asked for: misses.",
+    "headless": "Pages found behind the first one missing: they are of no use. Should stay near 0.",
     "connections_refused": "Connections refused: protocol version or too many.",
     "remote_sent_pages": "Pages sent to other hosts.",
     "remote_sent_bytes": "Bytes of pages sent to other hosts.",

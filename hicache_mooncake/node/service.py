@@ -307,11 +307,12 @@ class Node:
                 return None
             case p.Reserve():
                 p.count_hashes(message.hashes)
+                p.count_hashes(message.before)
                 if message.length <= 0:
                     raise p.ProtocolError(f"object of {message.length} bytes")
                 with self.lock:
                     txn, status, where = self.store.reserve(
-                        owner, message.namespace, message.hashes, message.length, message.group
+                        owner, message.namespace, message.hashes, message.length, message.group, message.before
                     )
                 self.link.notify()
                 return p.Reserved(txn, bytes(status), where)
@@ -361,11 +362,16 @@ class Node:
                 for (column, missing), answer in zip(asked, answers, strict=True):
                     for i, holder in zip(missing, answer.holder, strict=False):
                         column[i] = holder > 0
+        headless = sum(column.count(1, first) for column in columns[:leading] if (first := column.find(0)) >= 0)
+        if headless:
+            with self.lock:
+                self.store.stats.reasons["headless"] += headless
         runs = [count if (first := column.find(0)) < 0 else first for column in columns[:leading]]
         return p.Found(runs, [bytes(column) for column in columns[leading:]], reason)
 
     def _locate(self, owner: int, message: p.Locate) -> p.Located:
         p.count_hashes(message.hashes)
+        p.count_hashes(message.before)
         if message.length <= 0:
             raise p.ProtocolError(f"object of {message.length} bytes")
         waiting_until = time.monotonic() + min(message.wait_s, _LONGEST_WAIT_S)
@@ -373,7 +379,7 @@ class Node:
             while self.store.claimed(message.namespace, message.hashes) and time.monotonic() < waiting_until:
                 self._unclaimed.wait(waiting_until - time.monotonic())
             pin, status, where, checksum = self.store.locate(
-                owner, message.namespace, message.hashes, message.length, time.monotonic()
+                owner, message.namespace, message.hashes, message.length, time.monotonic(), message.before
             )
         peers: list[p.Peer] = []
         reason = ""
@@ -521,6 +527,7 @@ class Node:
                 "expired_pins": stats.expired_pins,
                 "pin_limit": stats.reasons["pin_limit"],
                 "wrong_length": stats.reasons["wrong_length"],
+                "headless": stats.reasons["headless"],
             }
             report |= {f"client miss: {reason}": count for reason, count in sorted(self.missed.items())}
         with self._connections_lock:

@@ -82,6 +82,8 @@ class Reservation:
     length: int
     pages: list[LogicalPage]
     offsets: list[int]
+    before: bytes = b""
+    """Hashes of the pages before these in the chain."""
     claimed: bool = False
     """The bodies come from another node, and whoever else wants them waits for this."""
 
@@ -179,9 +181,10 @@ class Store:
         return column
 
     def locate(
-        self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float
+        self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float, before: bytes = b""
     ) -> tuple[int, bytearray, list[int], list[int]]:
-        """Pin what is here: (pin id, status column, offsets, checksums). The pin ends by release, expiry or its owner's end."""
+        """Pin what is here: (pin id, status column, offsets, checksums). The pin ends by release, expiry or its owner's end.
+        `before`: the pages before these in the chain, which count as used with them."""
         objects = self._index.get(namespace) or {}
         count = len(hashes) // HASH_BYTES
         status, where, checksum = bytearray(count), [0] * count, [0] * count
@@ -203,6 +206,7 @@ class Store:
             status[i], where[i], checksum[i] = LOCAL, entry.offset, entry.checksum
         for entry in reversed(pinned):
             self._order.move_to_end(entry.page)
+        self._touch(namespace, before)
         pin = self._new_id()
         if pinned:
             self._pins[pin] = PinSet(owner, pinned, now + self.pin_seconds)
@@ -230,17 +234,18 @@ class Store:
     # ------------------------------------------------------------------ stores
 
     def reserve(
-        self, owner: int, namespace: bytes, hashes: bytes, length: int, group: bytes = b""
+        self, owner: int, namespace: bytes, hashes: bytes, length: int, group: bytes = b"", before: bytes = b""
     ) -> tuple[int, bytearray, list[int]]:
         """Room for the keys that are not here: (transaction, status column, offsets). Evicts as needed, but no part of the
-        pages that are being written. Without a group the namespace is its own.
+        pages that are being written. Without a group the namespace is its own. `before` as in `locate`.
 
         After the first key without room the rest is REFUSED too: without that page nobody could use them.
         """
         objects = self._index.get(namespace) or {}
         count = len(hashes) // HASH_BYTES
         status, where = bytearray(count), [0] * count
-        reservation = Reservation(owner, namespace, length, [], [])
+        reservation = Reservation(owner, namespace, length, [], [], before)
+        self._touch(namespace, before)  # nor is room made by evicting the chain that these continue
         each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         found = [objects.get(page_hash) for page_hash in each]
         present = [entry for entry in found if entry is not None and entry.length == length]
@@ -269,6 +274,7 @@ class Store:
         for entry in reversed(present):
             if not entry.dead:
                 self._order.move_to_end(entry.page)
+        self._touch(namespace, before)
         self.stats.had += len(present)
         txn = self._new_id()
         if reservation.offsets:
@@ -350,6 +356,7 @@ class Store:
             self._not_written(page)
         for entry in reversed(fresh):
             self._order.move_to_end(entry.page)
+        self._touch(reservation.namespace, reservation.before)
         return bytes(result)
 
     # ------------------------------------------------------------------ removal
@@ -481,6 +488,16 @@ class Store:
         self._note(False, entry)
         if entry.pins == 0:
             self.allocator.free(entry.offset)
+
+    def _touch(self, namespace: bytes, hashes: bytes) -> None:
+        """Leaf first, those that are here."""
+        objects = self._index.get(namespace)
+        if not objects:
+            return
+        for at in range(len(hashes) - HASH_BYTES, -1, -HASH_BYTES):
+            entry = objects.get(hashes[at : at + HASH_BYTES])
+            if entry is not None:
+                self._order.move_to_end(entry.page)
 
     def _end_claims(self, reservation: Reservation) -> None:
         if reservation.claimed:
