@@ -17,6 +17,7 @@ from hicache_mooncake.config_values import (
     parse_bool,
     parse_deadline,
     parse_fraction,
+    parse_heads,
     parse_masters,
     parse_metrics,
     parse_name,
@@ -148,7 +149,26 @@ SETTINGS: tuple[Setting, ...] = (
         ("weight_version",),
         parse_text,
         "none",
-        "Version of the weights. Change it with every weight update: pages computed with other weights are then misses.",
+        "Version of the weights. Change it with every weight update that SGLang is not told of: pages computed with other "
+        "weights are then misses. A live update through SGLang names its own (weight_version in the request).",
+    ),
+    Setting(
+        "share_across_tp",
+        "HICACHE_MOONCAKE_SHARE_ACROSS_TP",
+        ("share_across_tp",),
+        parse_bool,
+        "false",
+        "Store the KV heads of a multi-head model one by one, so that engines of other tensor-parallel sizes and host layouts "
+        "read them too. Set it on all of them. MLA models share without it.",
+    ),
+    Setting(
+        "kv_heads",
+        "HICACHE_MOONCAKE_KV_HEADS",
+        ("kv_heads",),
+        parse_heads,
+        "read from SGLang's model configuration",
+        "KV heads of the model in all, for share_across_tp, where SGLang's own account of them is not certain enough. A wrong "
+        "number makes wrong pages: it must be that of every attention layer, spread over the ranks in order.",
     ),
     Setting(
         "tag",

@@ -179,6 +179,13 @@ def parse_deadline(value: object) -> float:
     return seconds
 
 
+def parse_heads(value: object) -> int:
+    number = parse_number(value)
+    if number != int(number) or not 1 <= number <= 4096:
+        raise ValueError("a model has 1 to 4096 KV heads")
+    return int(number)
+
+
 def parse_fraction(value: object) -> float:
     number = parse_number(value)
     if not 0 < number <= 1:

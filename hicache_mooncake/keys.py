@@ -54,6 +54,8 @@ class Namespace:
     kv_cache_dim: int | None = None
     run_bytes: tuple[int, ...] = ()
     """Lengths of the contiguous parts of one page, in body order."""
+    head_range: tuple[int, ...] = ()
+    """(first, end, all): which of the model's KV heads, for objects that hold some of a page's heads."""
     tp_rank: int | None = None
     tp_size: int | None = None
     """None for pools that every tensor-parallel rank holds alike (MLA): written once, read by all."""

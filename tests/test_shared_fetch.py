@@ -27,10 +27,11 @@ class Hosts:
         self.readers = [FakeRank(b.settings(**settings), memfd=mode == "memfd", shared=True) for _ in range(dram_ranks)]
 
     def ready(self, pages: list[bytes]) -> None:
+        """Every reader finds the pages, and its mover runs."""
+        absent = names("absent")
         for reader in self.readers:
             wait_until(lambda reader=reader: reader.exists(NS, pages) == len(pages), 20, "pages found")  # type: ignore[misc]
-            absent = names("warm")
-            wait_until(lambda reader=reader: reader.load(NS, absent).reasons == {"absent": 1}, 20, "its mover runs")  # type: ignore[misc]
+            wait_until(lambda reader=reader: reader.load(NS, absent).reasons == {"absent": 1}, 20, "mover up")  # type: ignore[misc]
 
     def load_all(self, pages: list[bytes]) -> list[tuple[bytes, dict[str, int]]]:
         outcomes: list[tuple[bytes, dict[str, int]]] = [(b"", {})] * len(self.readers)

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from hicache_mooncake import __version__
-from hicache_mooncake.client import weights
+from hicache_mooncake.client import heads, weights
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.geometry import GeometryError, NoBuffer, PoolGeometry, of_pool
 from hicache_mooncake.client.identity import Weights, namespace_of, shared_by_ranks
 from hicache_mooncake.client.mover_process import MoverUnavailable
 from hicache_mooncake.client.pools import KV, Need, StoredPool, View
 from hicache_mooncake.config import ConfigError, Settings
+from hicache_mooncake.keys import Namespace
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class Registry:
         self._weights = Weights(settings.model_id or weights.of_engine(), settings.weight_version)
         self._next_weights: Weights | None = None
         """After an update of the weights, until the caches are flushed."""
+        self._flushed = False
 
     # ------------------------------------------------------------------ pools
 
@@ -127,8 +129,52 @@ class Registry:
     def _stored(self, host_pool: Any, geometry: PoolGeometry) -> StoredPool:
         namespace = namespace_of(self._config, host_pool, geometry, self._settings, self._weights)
         shared = namespace.tp_rank is None and int(getattr(self._config, "tp_size", 1)) > 1
-        body = Body(namespace.digest(), geometry.runs, namespace.group(), shared)
-        return StoredPool(host_pool, geometry, namespace, (body,))
+        bodies = self._head_bodies(host_pool, geometry, namespace) if geometry.pool == KV and not shared else ()
+        return StoredPool(
+            host_pool, geometry, namespace, bodies or (Body(namespace.digest(), geometry.runs, namespace.group(), shared),)
+        )
+
+    def _head_bodies(self, host_pool: Any, geometry: PoolGeometry, namespace: Namespace) -> tuple[Body, ...]:
+        """The page's KV heads as objects of their own, where they are to be shared with other tensor-parallel sizes; else none.
+
+        SGLang's own way to that, for page_head pools, is `tp_lcm_size`; it says that the ranks' heads are consecutive."""
+        if namespace.tp_rank is None or namespace.tp_size is None:
+            return ()
+        lcm = getattr(self._config, "tp_lcm_size", None)
+        native = bool(lcm) and namespace.layout == "page_head"
+        if not self._settings.share_across_tp and not native:
+            return ()
+        total = self._settings.kv_heads or heads.total_kv_heads(host_pool, namespace.tp_size)
+        if total is None and native:
+            total = int(namespace.heads or 0) * namespace.tp_size
+        if total is None:
+            log.error(
+                "share_across_tp: it is not certain which of the model's KV heads this rank holds, so its pages are shared "
+                "with engines of tp_size %d alone. If every attention layer spreads its KV heads over the ranks in order, say "
+                "how many there are in all with kv_heads",
+                namespace.tp_size,
+            )
+            return ()
+        held = heads.heads_of_rank(total, namespace.tp_rank, namespace.tp_size)
+        if len(held) != namespace.heads:
+            raise GeometryError(
+                f"pool {geometry.pool}: {total} KV heads over {namespace.tp_size} ranks are {len(held)} a rank, but its pool "
+                f"has {namespace.heads}. Correct kv_heads"
+            )
+        each = heads.heads_per_object(total, lcm)
+        bodies = []
+        for first, runs in zip(held[::each], heads.head_runs(host_pool, geometry, each), strict=True):
+            part = dataclasses.replace(
+                namespace,
+                layout=heads.BYTE_ORDER,
+                heads=each,
+                run_bytes=tuple(run.length for run in runs),
+                head_range=(first, first + each, total),
+                tp_rank=None,
+                tp_size=None,
+            )
+            bodies.append(Body(part.digest(), runs, part.group()))
+        return tuple(bodies)
 
     # ------------------------------------------------------------------ weights (a `weight_updates.Listener`)
 
@@ -136,14 +182,17 @@ class Registry:
         """The engine is about to change its weights. From here to the flush of its caches, what L1 and L2 hold is of the old
         weights, and what is asked for may be of the new ones: nothing is stored and nothing is found."""
         with self._lock:
-            self._next_weights = None
+            self._next_weights, self._flushed = None, False
             self.view = dataclasses.replace(self.view, off="the weights are being updated")
 
     def weights_changed(self, version: str | None, model_path: str | None, ok: bool) -> None:
         """The update is over. `version`: SGLang's `weight_version` of the request; `model_path`: where they came from."""
         with self._lock:
+            if not self.view.off:
+                return
             if not ok or not (version or model_path):
                 off = "an update of the weights failed" if not ok else "an update of the weights named no weight_version"
+                self._next_weights = None
                 self.view = dataclasses.replace(self.view, off=off)
                 log.error(
                     "L3 is off: %s, so pages could not be told apart from those of other weights. "
@@ -154,13 +203,19 @@ class Registry:
             loaded = weights.of_engine(model_path) if model_path else self._weights.model_id
             operators = self._settings.model_id
             self._next_weights = Weights(operators or loaded, version or (loaded if operators else ""))
+            self._adopt_weights()
 
     def caches_flushed(self) -> None:
-        """L1 and L2 are empty and no operation from before can come any more: pages are of the new weights from here on."""
+        """L1 and L2 are empty and no operation from before can come any more."""
         with self._lock:
-            if self._next_weights is None:
-                return
-            self._weights, self._next_weights = self._next_weights, None
-            pools = {name: self._stored(pool.pool, pool.geometry) for name, pool in self.view.pools.items()}
-            self.view = dataclasses.replace(self.view, pools=pools, off="")
-            log.info("the weights were updated: pages are stored and found as of version %r", self._weights.version)
+            self._flushed = True
+            self._adopt_weights()
+
+    def _adopt_weights(self) -> None:
+        """Once the new weights are named and the caches empty: pages are of the new weights from here on."""
+        if self._next_weights is None or not self._flushed:
+            return
+        self._weights, self._next_weights = self._next_weights, None
+        pools = {name: self._stored(pool.pool, pool.geometry) for name, pool in self.view.pools.items()}
+        self.view = dataclasses.replace(self.view, pools=pools, off="")
+        log.info("the weights were updated: pages are stored and found as of version %r", self._weights.version)

@@ -421,3 +421,59 @@ def test_extra_config_survives_as_json() -> None:
         '{"backend_name":"mooncake","module_path":"hicache_mooncake.backend","class_name":"HiCacheMooncake","interface_v1":1}'
     )
     assert json.loads(example)["class_name"] == HiCacheMooncake.__name__
+
+
+@pytest.mark.parametrize("flush_first", [False, True])
+def test_pages_of_old_weights_are_not_found_and_late_ones_not_stored(make_backend: MakeBackend, flush_first: bool) -> None:
+    """P04: a live update; what was under way lands in the old namespace or nowhere, and another engine of the old weights
+    still finds its pages."""
+    pool, other_pool = mha_pool(), mha_pool()
+    backend, other = make_backend(pool), make_backend(other_pool)
+    names = [key(("weights", i)) for i in range(3)]
+    assert store(backend, pool, names) == [True] * 3
+    registry = backend._pools
+    registry.weights_changing()
+    assert backend.batch_exists(names) == 0
+    assert backend.batch_set_v1([key("late")], indices(0)) == [False]
+    steps = [lambda: registry.weights_changed("v2", None, True), registry.caches_flushed]
+    for step in reversed(steps) if flush_first else steps:
+        assert backend.batch_get_v1(names, indices(0, 1, 2)) == [False] * 3
+        step()
+    assert backend.batch_exists(names) == 0
+    assert backend.batch_exists([key("late")]) == 0
+    assert store(backend, pool, names, generation=2) == [True] * 3
+    assert other.batch_get_v1(names, indices(4, 5, 6)) == [True] * 3
+    assert all(holds(other_pool, 4 + i, name) for i, name in enumerate(names)), "the old weights' engine has the old pages"
+    other._pools.weights_changing()
+    other._pools.weights_changed("v2", None, True)
+    other._pools.caches_flushed()
+    assert other.batch_get_v1(names, indices(4, 5, 6)) == [True] * 3
+    assert all(holds(other_pool, 4 + i, name, 2) for i, name in enumerate(names)), "equal versions share"
+
+
+@pytest.mark.parametrize(("version", "ok"), [(None, True), ("v2", False)])
+def test_an_update_that_names_no_version_or_fails_leaves_l3_off(
+    make_backend: MakeBackend, caplog: pytest.LogCaptureFixture, version: str | None, ok: bool
+) -> None:
+    pool = mha_pool()
+    backend = make_backend(pool)
+    store(backend, pool, [key("a")])
+    backend._pools.weights_changing()
+    backend._pools.weights_changed(version, None, ok)
+    backend._pools.caches_flushed()
+    assert "weight_version" in caplog.text
+    assert backend.batch_exists([key("a")]) == 0
+    assert store(backend, pool, [key("b")]) == [False]
+    backend._pools.weights_changing()
+    backend._pools.weights_changed("v3", None, True)
+    backend._pools.caches_flushed()
+    assert store(backend, pool, [key("b")]) == [True]
+
+
+def test_a_flush_alone_changes_nothing(make_backend: MakeBackend) -> None:
+    pool = mha_pool()
+    backend = make_backend(pool)
+    store(backend, pool, [key("a")])
+    backend._pools.caches_flushed()
+    backend._pools.weights_changed("label", None, True)
+    assert backend.batch_exists([key("a")]) == 1
