@@ -14,6 +14,8 @@ from sglang.srt.mem_cache import hicache_storage
 from hicache_mooncake.testing.conformance.harness import HAS_V2, KV, Harness, Rank, fresh_keys, key, needs_v2
 from hicache_mooncake.testing.conformance.host_pools import BrokenPool, HostPool, MHAPool, PagedPool, slots
 
+SENSELESS_KEYS: tuple[Any, ...] = (None, 5, "abc", object(), [None], [5], [[]], [key(1), None], (key(1), key(2)))
+
 
 class FaultTests(Harness):
     # ------------------------------------------------------------------ damage
@@ -53,8 +55,7 @@ class FaultTests(Harness):
         rank.store(keys)
         self.flip_byte(rank.backend, KV, keys[1], position)
         assert rank.load(keys) == [True, False, True]
-        rank.store(keys)
-        assert rank.load(keys) == [True] * 3
+        eventually(lambda: rank.store(keys) and rank.load(keys) == [True] * 3, "the page is stored anew")
 
     @needs_v2
     def test_a_damaged_part_is_never_delivered(self) -> None:
@@ -215,18 +216,14 @@ class FaultTests(Harness):
 
     # ------------------------------------------------------------------ arguments that make no sense
 
-    @pytest.mark.parametrize(
-        "keys",
-        [None, 5, "abc", object(), [None], [5], [[]], [key(1), None], (key(1), key(2))],
-        ids=lambda keys: repr(keys)[:24],
-    )
-    def test_lookups_take_any_argument(self, keys: Any) -> None:
+    def test_lookups_take_any_argument(self) -> None:
         """batch_exists is called on the scheduler's own thread on decode nodes, where an exception ends the server."""
         rank = self.rank()
-        assert rank.backend.batch_exists(keys) == 0
-        assert rank.backend.batch_exists(keys, object()) == 0
-        if not isinstance(keys, list | tuple):
-            assert rank.backend.exists(keys) is False
+        for keys in SENSELESS_KEYS:
+            assert rank.backend.batch_exists(keys) == 0, f"batch_exists({keys!r})"
+            assert rank.backend.batch_exists(keys, object()) == 0, f"batch_exists({keys!r}, object())"
+            if not isinstance(keys, list | tuple):
+                assert rank.backend.exists(keys) is False, f"exists({keys!r})"
 
     def test_gets_and_sets_take_any_argument(self) -> None:
         """Whatever is passed, the answer is a list of False, one a key where there are keys, and no exception: an exception in

@@ -179,17 +179,17 @@ class PageTests(Harness):
 
     # ------------------------------------------------------------------ lookups
 
-    @pytest.mark.parametrize("hole", range(6))
-    def test_a_hole_ends_the_prefix(self, hole: int) -> None:
+    def test_a_hole_ends_the_prefix(self) -> None:
         """batch_exists counts the leading pages that are there, and no page after the first that is not: SGLang takes the
         number for a prefix. A get still has one verdict a page."""
         rank = self.rank()
-        keys = fresh_keys(6)
-        there = [i for i in range(6) if i != hole]
-        assert rank.store([keys[i] for i in there], there) == [True] * 5
-        assert rank.exists(keys) == hole
-        verdict = rank.load(keys)
-        assert verdict[: hole + 1] == [True] * hole + [False]
+        for hole in range(6):
+            keys = fresh_keys(6)
+            there = [i for i in range(6) if i != hole]
+            assert rank.store([keys[i] for i in there], there) == [True] * 5
+            assert rank.exists(keys) == hole
+            verdict = rank.load(keys)
+            assert verdict[: hole + 1] == [True] * hole + [False]
 
     def test_never_more_hits_than_keys(self) -> None:
         """Whatever else is stored, the answer lies between 0 and the number of keys: more overruns SGLang's hash list."""
@@ -287,23 +287,24 @@ class PageTests(Harness):
 
     # ------------------------------------------------------------------ bad input
 
-    @pytest.mark.parametrize("bad", BAD_KEYS)
-    def test_a_bad_key_gets_a_verdict_and_its_neighbours_theirs(self, bad: str) -> None:
+    def test_a_bad_key_gets_a_verdict_and_its_neighbours_theirs(self) -> None:
         """What is no page hash names no page: it is not stored, since the next one with the same fault would find it, and
         the other keys of the batch are as good as ever."""
         if not self.zero_copy:
             pytest.skip("the generic batch_set has one verdict for all")
         rank = self.rank()
-        good = fresh_keys(2)
-        keys = [good[0], BAD_KEYS[bad], good[1]]
-        rank.fill(rank.anchor_name, [str(name) for name in keys], range(3))
-        assert rank.set(keys, range(3)) == [True, False, True]
-        assert rank.exists(keys) == 1
-        assert rank.exists(good) == 2
-        before = rank.scrambled(rank.anchor_name)
-        verdict = rank.get(keys, [4, 5, 6])
-        assert verdict == [True, False, True]
-        rank.compare(rank.anchor_name, [str(name) for name in keys], [4, 5, 6], verdict, before, 0)
+        for bad in BAD_KEYS.values():
+            good = fresh_keys(2)
+            keys = [good[0], bad, good[1]]
+            names = [str(name) for name in keys]
+            rank.fill(rank.anchor_name, names, range(3))
+            assert rank.set(keys, range(3)) == [True, False, True], f"storing beside the key {bad!r}"
+            assert rank.exists(keys) == 1, f"looking up beside the key {bad!r}"
+            assert rank.exists(good) == 2
+            before = rank.scrambled(rank.anchor_name)
+            verdict = rank.get(keys, [4, 5, 6])
+            assert verdict == [True, False, True], f"loading beside the key {bad!r}"
+            rank.compare(rank.anchor_name, names, [4, 5, 6], verdict, before, 0)
 
     def test_a_key_that_only_resembles_a_stored_one_is_a_miss(self) -> None:
         """Keys are compared whole."""
@@ -316,23 +317,23 @@ class PageTests(Harness):
             if self.zero_copy:
                 assert rank.get([other], [3]) == [False], other
 
-    @pytest.mark.parametrize("kind", BAD_INDICES)
-    def test_indices_that_are_no_whole_pages_move_no_byte(self, kind: str) -> None:
+    def test_indices_that_are_no_whole_pages_move_no_byte(self) -> None:
         """host_indices are whole, aligned pages of the pool, one a key. With anything else a backend that trusts them reads
         or writes somebody else's tokens, or memory that is no pool's."""
         if not self.zero_copy:
             pytest.skip("the generic path has no indices")
         rank = self.rank()
-        keys = fresh_keys(2)
-        rank.store(keys, [2, 5])
-        before = rank.scrambled(rank.anchor_name)
-        assert rank.backend.batch_get_v1(keys, bad_indices(kind, rank.anchor)) == [False] * 2
-        assert snapshot(rank.anchor) == before
-        other = fresh_keys(2)
-        assert rank.backend.batch_set_v1(other, bad_indices(kind, rank.anchor)) == [False] * 2
-        assert rank.exists(other) == 0
-        assert rank.exists(other[1:]) == 0
-        assert rank.load(keys) == [True] * 2
+        for kind in BAD_INDICES:
+            keys = fresh_keys(2)
+            rank.store(keys, [2, 5])
+            before = rank.scrambled(rank.anchor_name)
+            assert rank.backend.batch_get_v1(keys, bad_indices(kind, rank.anchor)) == [False] * 2, f"loading: {kind}"
+            assert snapshot(rank.anchor) == before, f"loading: {kind}"
+            other = fresh_keys(2)
+            assert rank.backend.batch_set_v1(other, bad_indices(kind, rank.anchor)) == [False] * 2, f"storing: {kind}"
+            assert rank.exists(other) == 0
+            assert rank.exists(other[1:]) == 0
+            assert rank.load(keys) == [True] * 2
 
     def test_indices_in_a_strided_tensor(self) -> None:
         """The tensor itself may be a view with any stride; only its values count."""

@@ -127,24 +127,24 @@ class SidePoolTests(Harness):
                 done = rank.store(names, chosen) if pool == rank.anchor_name else rank.store_side(pool, names, chosen)
                 assert done == [True] * len(chosen), f"{pool} was not stored"
 
-    def check_query(self, rank: Rank, keys: list[str], stored: dict[str, list[bool]], windows: Windows) -> list[int]:
-        """Ask, and compare with the definition; returns the restorable lengths by the definition."""
+    def check_query(self, rank: Rank, keys: list[str], stored: dict[str, list[bool]], windows: Windows, name: str = "") -> None:
+        """Ask, and compare with the definition. `name` of what was stored, for the message."""
+        name = name or str(stored)
         everything: Windows = {rank.anchor_name: None, **windows}
         expected = expected_restorable(len(keys), stored, everything)
         result = rank.query(keys, windows)
-        assert result.kv_hit_pages == max(expected, default=0), f"{result} instead of {expected}"
+        assert result.kv_hit_pages == max(expected, default=0), f"{name}: {result} instead of {expected}"
         if reports_restorable():
-            assert sorted(result.restorable_prefix_pages) == expected
+            assert sorted(result.restorable_prefix_pages) == expected, f"{name}: {result} instead of {expected}"
         reported = {str(getattr(name, "value", name)): count for name, count in result.extra_pool_hit_pages.items()}
         prefix = max(expected_restorable(len(keys), stored, {rank.anchor_name: None}), default=0)
         for pool, count in reported.items():
             if pool == rank.anchor_name and is_logical(rank.anchor):
                 continue
             own = expected_restorable(prefix, stored, {pool: everything[pool]})
-            assert count == max(own, default=0), f"{pool} has {max(own, default=0)} pages, and {count} were reported"
+            assert count == max(own, default=0), f"{name}: {pool} has {max(own, default=0)} pages, {count} were reported"
         if expected and not is_logical(rank.anchor):
-            assert set(reported) == set(everything), "a pool that was found has no verdict"
-        return expected
+            assert set(reported) == set(everything), f"{name}: a pool that was found has no verdict"
 
     # ------------------------------------------------------------------ bytes
 
@@ -239,16 +239,16 @@ class SidePoolTests(Harness):
 
     # ------------------------------------------------------------------ what can be restored
 
-    @pytest.mark.parametrize("pattern", PATTERNS)
-    def test_exactly_the_restorable_lengths(self, pattern: str) -> None:
+    def test_exactly_the_restorable_lengths(self) -> None:
         """A prefix length can be restored if the anchor and every ALL_PAGES pool have all its pages and every TRAILING_PAGES
         pool has the last pages of it, as many as its window. SGLang intersects these sets over the ranks: a length too many
         is a prefix with a hole, one too few is lost."""
         rank = self.three_pools()
-        keys = fresh_keys(6)
-        stored = {pool: [mark == "x" for mark in marks] for pool, marks in zip(rank.pools, PATTERNS[pattern], strict=True)}
-        self.store_pattern(rank, keys, stored)
-        self.check_query(rank, keys, stored, THREE)
+        for name, pattern in PATTERNS.items():
+            keys = fresh_keys(6)
+            stored = {pool: [mark == "x" for mark in marks] for pool, marks in zip(rank.pools, pattern, strict=True)}
+            self.store_pattern(rank, keys, stored)
+            self.check_query(rank, keys, stored, THREE, name)
 
     def random_patterns(self, rank: Rank, pages: int, count: int, seed: int) -> list[tuple[list[str], dict[str, list[bool]]]]:
         """Stored patterns of holes: (keys, which page is there in which pool). A logical anchor has no holes."""
@@ -296,21 +296,21 @@ class SidePoolTests(Harness):
             result = checked_result(rank.backend.batch_exists_v2(keys, transfers), 4)
             assert result.kv_hit_pages == 3
 
-    @pytest.mark.parametrize("keys_of_the_transfer", [None, [], ["one"], [PLACEHOLDER] * 2, ["x", "y"]])
-    def test_only_the_number_of_a_windows_keys_counts(self, keys_of_the_transfer: list[str] | None) -> None:
+    def test_only_the_number_of_a_windows_keys_counts(self) -> None:
         """At query time a window's keys are placeholders, and only how many there are means something, at least one: the
         real keys are the last ones of each prefix."""
         rank = self.family("sliding window")
         keys = fresh_keys(4)
         stored = {KV: [True] * 4, "swa": [True, False, True, True]}
         self.store_pattern(rank, keys, stored)
-        transfer = rank.transfer("swa", keys_of_the_transfer, None, TRAILING_PAGES)
-        result = checked_result(rank.backend.batch_exists_v2(keys, [transfer]), 4)
-        window = max(1, len(keys_of_the_transfer or []))
-        expected = expected_restorable(4, stored, {KV: None, "swa": window})
-        assert result.kv_hit_pages == max(expected, default=0)
-        if reports_restorable():
-            assert sorted(result.restorable_prefix_pages) == expected
+        asked: list[list[str] | None] = [None, [], ["one"], [PLACEHOLDER] * 2, ["x", "y"], keys[:3]]
+        for names in asked:
+            transfer = rank.transfer("swa", names, None, TRAILING_PAGES)
+            result = checked_result(rank.backend.batch_exists_v2(keys, [transfer]), 4)
+            expected = expected_restorable(4, stored, {KV: None, "swa": max(1, len(names or []))})
+            assert result.kv_hit_pages == max(expected, default=0), names
+            if reports_restorable():
+                assert sorted(result.restorable_prefix_pages) == expected, names
 
     def test_a_placeholder_is_no_key(self) -> None:
         """A page stored under the placeholder would be everybody's page."""
@@ -384,13 +384,9 @@ class SidePoolTests(Harness):
         assert rank.query(keys, THREE).kv_hit_pages == 2
         assert rank.exists(keys) <= 2
 
-    @pytest.mark.parametrize("fault", ["no indices", "one slot short", "beyond the pool", "misaligned", "too many"])
-    def test_bad_indices_of_one_pool_leave_the_others_alone(self, fault: str) -> None:
+    def test_bad_indices_of_one_pool_leave_the_others_alone(self) -> None:
         """One transfer that cannot be done is refused whole; the other pools of the call get theirs."""
         rank = self.three_pools()
-        keys = fresh_keys(2)
-        rank.store_side("swa", keys)
-        rank.store_side("indexer", keys)
         pool = rank.pools["indexer"]
         good = slots(pool, [2, 5])
         wrong = {
@@ -399,17 +395,21 @@ class SidePoolTests(Harness):
             "beyond the pool": slots(pool, [2, pool.page_num]),
             "misaligned": good + 1,
             "too many": slots(pool, [2, 5, 6]),
-        }[fault]
-        bad, fine = rank.transfer("indexer", keys, [0, 1]), rank.transfer("swa", keys, [7, 8])
-        bad.host_indices = wrong
-        before, other = rank.scrambled("indexer"), rank.scrambled("swa")
-        answer = rank.backend.batch_get_v2([bad, fine])
-        assert verdict_of(answer["indexer"], 2) == [False] * 2
-        assert snapshot(pool) == before
-        assert verdict_of(answer["swa"], 2) == [True] * 2
-        rank.compare("swa", keys, [7, 8], [True] * 2, other, 0)
-        bad.keys = fresh_keys(2)
-        assert verdict_of(rank.backend.batch_set_v2([bad])["indexer"], 2) == [False] * 2
+        }
+        for fault, indices in wrong.items():
+            keys = fresh_keys(2)
+            rank.store_side("swa", keys)
+            rank.store_side("indexer", keys)
+            bad, fine = rank.transfer("indexer", keys, [0, 1]), rank.transfer("swa", keys, [7, 8])
+            bad.host_indices = indices
+            before, other = rank.scrambled("indexer"), rank.scrambled("swa")
+            answer = rank.backend.batch_get_v2([bad, fine])
+            assert verdict_of(answer["indexer"], 2) == [False] * 2, fault
+            assert snapshot(pool) == before, fault
+            assert verdict_of(answer["swa"], 2) == [True] * 2, fault
+            rank.compare("swa", keys, [7, 8], [True] * 2, other, 0)
+            bad.keys = fresh_keys(2)
+            assert verdict_of(rank.backend.batch_set_v2([bad])["indexer"], 2) == [False] * 2, fault
 
     # ------------------------------------------------------------------ order of registration
 
