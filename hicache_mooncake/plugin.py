@@ -37,6 +37,8 @@ def activate() -> None:
         done.append("its host pools are memfds")
     else:
         done.append("this SGLang has no memfd host allocator, pages go by process_vm or the shared segment")
+    if _register_embeddings():
+        done.append("so is its store of multimodal embeddings")
     if _REUSE_TE not in os.environ and not _mooncake_engine_imports():
         os.environ[_REUSE_TE] = "0"
         done.append(f"{_REUSE_TE}=0 since mooncake.engine cannot be imported")
@@ -59,6 +61,15 @@ def _hook_allocator() -> bool:
         return shm_allocator() if allocator_type == "mooncake" else original(allocator_type)
 
     HookRegistry.register(f"{_ALLOCATORS}.get_allocator_from_storage", allocator, HookType.AROUND)
+    return True
+
+
+def _register_embeddings() -> bool:
+    try:
+        from sglang.srt.mem_cache.embedding_store import EmbeddingStoreFactory
+    except ImportError:  # before 0.5.21
+        return False
+    EmbeddingStoreFactory.register_backend("mooncake", "hicache_mooncake.embeddings", "HiCacheEmbeddings")
     return True
 
 
