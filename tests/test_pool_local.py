@@ -1045,3 +1045,25 @@ def test_movers_work_where_pidfds_do_not(start_node: StartNode, tmp_path: Path) 
     env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["memfd", "b'\\x01'", "b'\\x01'"]
+
+
+def test_a_frozen_node_costs_one_lookup_its_time_and_the_others_nothing(
+    start_node: StartNode, make_rank: Callable[..., FakeRank]
+) -> None:
+    """P69: a decode node asks on its scheduler's thread. That the node serves again is found out beside the calls."""
+    node = start_node()
+    rank = make_rank(node, deadline_s=1.0)
+    stored = hashes(1, 2)
+    rank.store(NS, stored)
+    node.process.send_signal(signal.SIGSTOP)
+    assert rank.exists(NS, stored) == 0
+    asked: list[float] = []
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        asked.append(time.monotonic())
+        assert rank.exists(NS, stored) == 0
+        time.sleep(0.01)
+    assert len(asked) > 20, "a call that waits for its deadline each time gets to three"
+    node.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: rank.exists(NS, stored) == 2, 15, "the node is asked again")
+    assert rank.client.reasons["node_timeout"] > 20

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 _from_node = p.decoder(p.FromNode)
 
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.1, 8.0
+_PROBE_S = 5.0
 _NODE_START_FIRST_S, _NODE_START_MAX_S = 2.0, 300.0
 EMBEDDED_START_S = 10.0
 
@@ -33,6 +34,10 @@ class NodeQueries:
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
         self._start_node = Backoff(_NODE_START_FIRST_S, _NODE_START_MAX_S)
         self._starting = False
+        self._silent = False
+        """The node took a call's time and did not answer: until it does, it is asked beside the calls and not inside one."""
+        self._probing = False
+        self._closed = False
         self.node = ""
         self.problem = ""
 
@@ -51,7 +56,8 @@ class NodeQueries:
                     wire.send(message, deadline=deadline)
                     answer = wire.receive(_from_node, deadline)
                 except WireTimeout:
-                    self._drop("no answer before the deadline", at_least_s=timeout_s)
+                    self._silent = True
+                    self._drop("no answer before the deadline")
                     return None, "node_timeout"
                 except (WireClosed, p.ProtocolError) as error:
                     self._drop(str(error))
@@ -89,6 +95,7 @@ class NodeQueries:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             if self._wire is not None:
                 self._wire.close()
                 self._wire = None
@@ -97,31 +104,67 @@ class NodeQueries:
     def _connected(self, deadline: float) -> tuple[Wire | None, str]:
         if self._wire is not None:
             return self._wire, ""
+        if self._silent:
+            if self._retry.due():
+                self._probe_beside_calls()
+            return None, "node_timeout"
         if not self._retry.due():
             return None, "node_down"
+        return self._settle(*self._handshake(deadline))
+
+    def _handshake(self, deadline: float) -> tuple[Wire | None, str, str]:
+        """(wire, "", the node's name) or (None, reason, problem). Touches nothing of ours."""
         try:
             left = max(0.001, deadline - time.monotonic())
             wire = connect(self._settings.socket, left, own_user=own_user_only(self._settings))
         except (WireClosed, WireTimeout) as error:
-            self._drop(str(error))
-            self._start_embedded()
-            return None, "node_down"
+            return None, "node_down", str(error)
         try:
             wire.send(p.Hello(p.PROTOCOL_MIN, p.PROTOCOL_MAX, "query", self._client), deadline=deadline)
             welcome = wire.receive(_from_node, deadline)
         except (WireClosed, WireTimeout, p.ProtocolError) as error:
             wire.close()
-            late = isinstance(error, WireTimeout)
-            self._drop(str(error), at_least_s=self._settings.deadline_s if late else 0.0)
-            return None, "node_timeout" if late else "node_down"
+            return None, "node_timeout" if isinstance(error, WireTimeout) else "node_down", str(error)
         if not isinstance(welcome, p.Welcome):
             wire.close()
-            self._drop(welcome.reason if isinstance(welcome, p.Refused) else "unexpected answer", at_least_s=1.0)
-            return None, "node_refused"
+            return None, "node_refused", welcome.reason if isinstance(welcome, p.Refused) else "unexpected answer"
+        return wire, "", welcome.node
+
+    def _settle(self, wire: Wire | None, reason: str, name: str) -> tuple[Wire | None, str]:
+        """What a handshake's outcome means. Under the lock."""
+        if wire is None:
+            self._silent = reason == "node_timeout"
+            self._drop(name, at_least_s=1.0 if reason == "node_refused" else 0.0)
+            if reason == "node_down":
+                self._start_embedded()
+            return None, reason
+        if self._closed:
+            wire.close()
+            return None, "node_down"
         if self.problem:
-            log.warning("store node %s is back on %s", welcome.node, self._settings.socket)
-        self._wire, self.node, self.problem = wire, welcome.node, ""
+            log.warning("store node %s is back on %s", name, self._settings.socket)
+        self._wire, self.node, self.problem, self._silent = wire, name, "", False
         return wire, ""
+
+    def _probe_beside_calls(self) -> None:
+        if self._probing or self._closed:
+            return
+        self._probing = True
+
+        def work() -> None:
+            try:
+                outcome = self._handshake(time.monotonic() + _PROBE_S)
+                with self._lock:
+                    if self._settle(*outcome)[0] is not None:
+                        self._retry.succeeded()
+            finally:
+                self._probing = False
+
+        try:
+            threading.Thread(target=work, name="probe-node", daemon=True).start()
+        except RuntimeError:  # no more threads: tried again by a later call
+            self._probing = False
+            self._retry.failed()
 
     def _drop(self, problem: str, at_least_s: float = 0.0) -> None:
         if self._wire is not None:
