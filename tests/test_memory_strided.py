@@ -434,10 +434,11 @@ def test_a_mover_of_contiguous_pages_does_not_pay_for_numpy() -> None:
 class Rank:
     """A client over memory whose pages hold four heads; one object is the bytes of one head, K and V in two runs."""
 
-    HEADS, ROWS, PIECE, PAGES = 4, 200, 256, 6
+    HEADS, ROWS, PAGES = 4, 200, 6
 
-    def __init__(self, settings: Settings, *, row_major: bool, memfd: bool = True) -> None:
-        page = self.HEADS * self.ROWS * self.PIECE
+    def __init__(self, settings: Settings, *, row_major: bool, memfd: bool = True, piece: int = 256) -> None:
+        self.piece = piece
+        page = self.HEADS * self.ROWS * piece
         self.engine = Engine(2 * self.PAGES * page)
         self.row_major = row_major
         self.page = page
@@ -448,13 +449,13 @@ class Rank:
         )
 
     def runs(self, head: int) -> tuple[p.Run, ...]:
-        length = self.ROWS * self.PIECE
+        length = self.ROWS * self.piece
         half = self.PAGES * self.page
         if not self.row_major:
             start = self.engine.address + head * length
             return p.Run(start, self.page, length), p.Run(start + half, self.page, length)
-        start = self.engine.address + head * self.PIECE
-        dims = [(self.ROWS, self.HEADS * self.PIECE)]
+        start = self.engine.address + head * self.piece
+        dims = [(self.ROWS, self.HEADS * self.piece)]
         return p.Run(start, self.page, length, dims), p.Run(start + half, self.page, length, dims)
 
     def _addresses(self, page: int, head: int) -> list[int]:
@@ -477,21 +478,21 @@ class Rank:
         self.engine.close()
 
 
-def head_body(page: int, head: int) -> bytes:
-    return pattern(b"%d %d" % (page, head), 2 * Rank.ROWS * Rank.PIECE)
+def head_body(page: int, head: int, piece: int = 256) -> bytes:
+    return pattern(b"%d %d" % (page, head), 2 * Rank.ROWS * piece)
 
 
-@pytest.mark.parametrize("mode", ["memfd", "process_vm", "segment"])
-def test_heads_go_through_the_pool_whatever_their_stride(start_node: Callable[..., NodeProcess], mode: str) -> None:
+@pytest.mark.parametrize(("mode", "piece"), [("memfd", 256), ("process_vm", 2048), ("process_vm", 256), ("segment", 256)])
+def test_heads_go_through_the_pool_whatever_their_stride(start_node: Callable[..., NodeProcess], mode: str, piece: int) -> None:
     """One rank's rows of four heads, another one's blocks of one head: the same objects."""
-    node = start_node(dram="64MiB")
+    node = start_node(dram="128MiB")
     settings_ = node.settings(copy_mode=mode)
-    writer = Rank(settings_, row_major=True, memfd=mode == "memfd")
-    reader = Rank(settings_, row_major=False, memfd=mode == "memfd")
+    writer = Rank(settings_, row_major=True, memfd=mode == "memfd", piece=piece)
+    reader = Rank(settings_, row_major=False, memfd=mode == "memfd", piece=piece)
     assert (writer.mode, reader.mode) == (mode, mode)
     everything = [(page, head) for page in range(Rank.PAGES) for head in range(Rank.HEADS)]
     for page, head in everything:
-        writer.write(page, head, head_body(page, head))
+        writer.write(page, head, head_body(page, head, piece))
     for head in range(Rank.HEADS):
         assert writer.transfer("store", head) == b"\x01" * Rank.PAGES
     for rank in (reader, writer):
@@ -499,9 +500,11 @@ def test_heads_go_through_the_pool_whatever_their_stride(start_node: Callable[..
         for head in (2, 0, 3):
             assert rank.transfer("load", head) == b"\x01" * Rank.PAGES
         for page, head in everything:
-            wanted = b"\xaa" * (2 * Rank.ROWS * Rank.PIECE) if head == 1 else head_body(page, head)
+            wanted = b"\xaa" * (2 * Rank.ROWS * piece) if head == 1 else head_body(page, head, piece)
             assert rank.read(page, head) == wanted, (page, head)
-        rank.close()
+    assert bool(writer.client._bounces) == (mode == "segment" or (mode == "process_vm" and piece < 2048))
+    writer.close()
+    reader.close()
 
 
 @pytest.mark.parametrize("memfd", [True, False])
@@ -518,6 +521,6 @@ def test_heads_come_from_another_host(
     wait_until(lambda: reader.transfer("load", 1) == b"\x01" * Rank.PAGES, 20, "the pages are found on the other node")
     for page in range(Rank.PAGES):
         assert reader.read(page, 1) == head_body(page, 1)
-        assert reader.read(page, 0) == b"\xaa" * (2 * Rank.ROWS * Rank.PIECE)
+        assert reader.read(page, 0) == b"\xaa" * (2 * Rank.ROWS * 256)
     writer.close()
     reader.close()

@@ -25,7 +25,7 @@ from hicache_mooncake.config import Settings
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import Mapping as SharedMapping
 from hicache_mooncake.transfer.mapping import create_memfd
-from hicache_mooncake.transfer.memory import allow_movers, copy_here
+from hicache_mooncake.transfer.memory import allow_movers, copy_here, in_small_pieces
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class PoolClient:
         left = self.settings.deadline_s if deadline is None else deadline - time.monotonic()
         if left <= 0:
             return self._settle(Outcome(bytes(count), {"deadline": count}))
-        if self.mode == "segment":
+        if self.mode == "segment" or (self.mode == "process_vm" and in_small_pieces(body.runs)):
             flat = addresses if addresses is not None else array("q")
             if addresses is None and pages is not None:
                 flat = array("q", [run.address + page * run.stride for page in pages for run in body.runs])

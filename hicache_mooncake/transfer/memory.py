@@ -95,21 +95,29 @@ def extent(run: Run) -> int:
     return piece + sum((count - 1) * step for count, step in run.dims)
 
 
-def _split(run: int, offset: int, dims: Dims, size: int) -> Iterator[Part]:
+_SMALL_PIECE = 2 << 10
+
+
+def in_small_pieces(runs: Sequence[Run]) -> bool:
+    """Whether process_vm, which pays nearly 1 us a piece, is slower for these runs than a copy within the engine's process."""
+    return any(run.dims and run.length // math.prod(count for count, _ in run.dims) < _SMALL_PIECE for run in runs)
+
+
+def _split(run: int, offset: int, dims: Dims, size: int, limit: int = STRIDED_CHUNK) -> Iterator[Part]:
     if not dims:
         for start in range(0, size, CHUNK):
             yield Part(run, offset + start, min(CHUNK, size - start))
         return
     (count, step), inner = dims[0], dims[1:]
     inner_size = size // count
-    at_once = STRIDED_CHUNK // inner_size
+    at_once = limit // inner_size
     if at_once:
         for first in range(0, count, at_once):
             now = min(at_once, count - first)
             yield Part(run, offset + first * step, now * inner_size, ((now, step), *inner))
     else:
         for number in range(count):
-            yield from _split(run, offset + number * step, inner, inner_size)
+            yield from _split(run, offset + number * step, inner, inner_size, limit)
 
 
 @functools.lru_cache(maxsize=64)
@@ -443,6 +451,8 @@ _memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memmove.restype = ctypes.c_void_p
 _SHORT = 64 << 10
 """A copy of up to this length keeps the interpreter lock: beside a busy thread getting it back takes far longer."""
+_FEW = 480
+"""numpy, too, keeps the lock for a copy of up to 500 pieces."""
 
 
 def copy_here(buffer: int, addresses: Sequence[int], runs: Sequence[Run], deadline: float, *, out: bool) -> bool:
@@ -454,17 +464,34 @@ def copy_here(buffer: int, addresses: Sequence[int], runs: Sequence[Run], deadli
     for address, run in zip(addresses, runs, strict=True):
         if time.monotonic() > deadline:
             return False
-        target, source = (at, address) if out else (address, at)
         if run.dims:
-            # In one piece, since numpy keeps the interpreter lock for a few pieces only.
-            whole = Part(0, 0, run.length, tuple((count, step) for count, step in run.dims))
-            there = _strided((ctypes.c_char * extent(run)).from_address(address), 0, whole)
-            here = _packed((ctypes.c_char * run.length).from_address(at), whole)
-            (here if out else there)[...] = there if out else here
+            dims = tuple((count, step) for count, step in run.dims)
+            piece = run.length // math.prod(count for count, _ in dims)
+            for part in _split(0, 0, dims, run.length, min(STRIDED_CHUNK, _FEW * piece)):
+                _copy_part(at, address + part.offset, part, out=out)
+                at += part.size
+            continue
+        move = _memmove if run.length <= _SHORT else ctypes.memmove
+        if out:
+            move(at, address, run.length)
         else:
-            (_memmove if run.length <= _SHORT else ctypes.memmove)(target, source, run.length)
+            move(address, at, run.length)
         at += run.length
     return True
+
+
+def _copy_part(packed: int, address: int, part: Part, *, out: bool) -> None:
+    """Addresses in this process, of the body's side and of the first piece."""
+    if not part.dims:
+        _memmove(*((packed, address) if out else (address, packed)), part.size)
+        return
+    length = part.piece + sum((count - 1) * step for count, step in part.dims)
+    there = _strided((ctypes.c_char * length).from_address(address), 0, part)
+    here = _packed((ctypes.c_char * part.size).from_address(packed), part)
+    if out:
+        here[...] = there
+    else:
+        there[...] = here
 
 
 _PR_SET_PTRACER = 0x59616D61
