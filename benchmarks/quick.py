@@ -1,4 +1,4 @@
-"""`make bench`: shared memory, a busy interpreter, lookups and TCP, each against its ceiling, in a few minutes.
+"""`make bench`: shared memory, single KV heads, a busy interpreter, lookups and TCP, each against its ceiling, in minutes.
 
 Ceilings: a plain memcpy of the same pages between page-aligned buffers; the same call beside an idle interpreter; a bare
 `sendmsg`/`recv_into` loop over loopback. Every byte that ours moves is checksummed on the way; the ceilings check nothing.
@@ -46,10 +46,27 @@ class Rank:
         self.client.clear(key[0])
         time.sleep(1.5)
 
-    def move(self, op: str, namespace: bytes, hashes: bytes, page: int) -> float:
-        """One batch, one page per hash; GB/s. Raises when a page did not make it."""
-        count, half = len(hashes) // p.HASH_BYTES, page // 2
-        runs = [p.Run(self._memory.address + part * self._memory.length // 2, half, half) for part in (0, 1)]
+    def halves(self, page: int) -> list[p.Run]:
+        return [p.Run(self._memory.address + part * self._memory.length // 2, page // 2, page // 2) for part in (0, 1)]
+
+    def head(self, layout: str, body: int) -> list[p.Run]:
+        """K and V of the first of 8 KV heads: 64 tokens of as many layers as make `body` bytes, in the canonical order."""
+        row, tokens, heads = 256, 64, 8
+        layers = body // 2 // tokens // row
+        pages = self._memory.length // (heads * body)
+        token, layer, page = {
+            "page_first": (layers * heads * row, heads * row, heads * body // 2),
+            "page_first_direct": (heads * row, tokens * heads * row, heads * body // 2),
+            "layer_first": (heads * row, pages * tokens * heads * row, tokens * heads * row),
+        }[layout]
+        dims = [(tokens * layers, layer)] if token == layers * layer else [(tokens, token), (layers, layer)]
+        starts = (self._memory.address + part * self._memory.length // 2 for part in (0, 1))
+        return [p.Run(start, page, body // 2, dims) for start in starts]
+
+    def move(self, op: str, namespace: bytes, hashes: bytes, page: int, runs: list[p.Run] | None = None) -> float:
+        """One batch, one page per hash, of `runs` (by default two halves); GB/s. Raises when a page did not make it."""
+        count = len(hashes) // p.HASH_BYTES
+        runs = runs or self.halves(page)
         started = time.perf_counter()
         outcome = self.client.transfer(op, Body(namespace, tuple(runs)), hashes, array("q", range(count)))
         took = time.perf_counter() - started
@@ -61,26 +78,28 @@ class Rank:
 class Pages:
     """One page size through one rank: stores of new keys, loads of what another round's store left."""
 
-    def __init__(self, writer: Rank, reader: Rank, page: int) -> None:
+    def __init__(
+        self, writer: Rank, reader: Rank, page: int, *, runs: list[p.Run] | None = None, count: int | None = None
+    ) -> None:
         self.page = page
-        self.count = min(BATCH, POOL_BYTES // page)
-        self._writer, self._reader = writer, reader
+        self.count = count or min(BATCH, POOL_BYTES // page)
+        self._writer, self._reader, self._runs = writer, reader, runs
 
     def _fresh(self) -> tuple[bytes, bytes]:
         return os.urandom(16), os.urandom(p.HASH_BYTES * self.count)
 
     def store(self, _round: int) -> float:
         namespace, hashes = self._fresh()
-        rate = self._writer.move("store", namespace, hashes, self.page)
+        rate = self._writer.move("store", namespace, hashes, self.page, self._runs)
         self._writer.client.clear(namespace)
         return rate
 
     def load(self, _round: int) -> float:
         namespace, hashes = self._fresh()
-        self._writer.move("store", namespace, hashes, self.page)
+        self._writer.move("store", namespace, hashes, self.page, self._runs)
         while self._reader.client.exists(namespace, hashes) < self.count:  # another host: its master hears in milliseconds
             time.sleep(0.002)
-        rate = self._reader.move("load", namespace, hashes, self.page)
+        rate = self._reader.move("load", namespace, hashes, self.page, self._runs)
         self._writer.client.clear(namespace)
         return rate
 
@@ -117,6 +136,36 @@ def shared_memory(progress: Progress, rounds: int) -> list[Row]:
             promised = 0.6 if mode == "memfd" and size >= 256 * KIB else None
             rows += pages.rows(mode, figures, "memcpy", ["store", "load"], promised)
             rank.client.close()
+    source.close()
+    target.close()
+    return rows
+
+
+def single_heads(progress: Progress, rounds: int, sizes: tuple[int, ...] = (MIB,)) -> list[Row]:
+    """One of a rank's 8 KV heads as an object: pieces of 256 bytes, against memcpy and against contiguous pages."""
+    rows: list[Row] = []
+    source, target = Memory(POOL_BYTES), Memory(POOL_BYTES)
+    with pool() as (settings,):
+        rank = Rank(settings, source)
+        for size in sizes:
+            count = POOL_BYTES // size // 8
+            plain = Pages(rank, rank, size, count=count)
+
+            def memcpy(_round: int, pages: Pages = plain) -> float:
+                return memcpy_rate(source, target, pages.page, pages.count)
+
+            layouts = ("page_first", "page_first_direct", "layer_first")
+            heads = {layout: Pages(rank, rank, size, runs=rank.head(layout, size), count=count) for layout in layouts}
+            contenders = {"memcpy": memcpy, "contiguous store": plain.store, "contiguous load": plain.load}
+            for layout, pages in heads.items():
+                contenders |= {f"{layout} store": pages.store, f"{layout} load": pages.load}
+            figures = interleave(contenders, rounds, progress, f"single heads {size // KIB} KiB")
+            for layout, pages in heads.items():
+                for op in ("store", "load"):
+                    for ceiling in ("memcpy", f"contiguous {op}"):
+                        ours = {op: figures[f"{layout} {op}"], ceiling: figures[ceiling]}
+                        rows += pages.rows(f"one head, {layout}", ours, ceiling, [op], None)
+        rank.client.close()
     source.close()
     target.close()
     return rows
@@ -254,7 +303,7 @@ def tcp(progress: Progress, rounds: int) -> list[Row]:
     return rows
 
 
-SECTIONS = {"shm": shared_memory, "busy": busy, "lookup": lookups, "tcp": tcp}
+SECTIONS = {"shm": shared_memory, "heads": single_heads, "busy": busy, "lookup": lookups, "tcp": tcp}
 
 
 def main() -> None:
