@@ -32,7 +32,7 @@ demo: $(READY)
 	@$(PY) -m hicache_mooncake.cli demo --workdir .demo $(if $(filter-out 0,$(KEEP)),--keep) $(if $(MODEL),--model "$(MODEL)")
 
 # Other SGLang releases, without their dependencies: tests/sglang/test_versions.py imports their interface.
-VERSIONS := 0.5.9 0.5.14 0.5.21 0.5.22
+VERSIONS := 0.5.9 0.5.14 0.5.20 0.5.21 0.5.22
 
 versions: $(VERSIONS:%=$(VENV)/.stamps/sglang-%)
 

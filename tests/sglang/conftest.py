@@ -13,6 +13,7 @@ import pytest
 
 import hicache_mooncake.testing
 from tests.conftest import NodeProcess
+from tests.sglang.matrix import pytest_runtest_makereport, pytest_sessionfinish, supports  # noqa: F401 (what pytest looks for)
 
 if TYPE_CHECKING:
     from hicache_mooncake.backend import HiCacheMooncake
