@@ -18,11 +18,11 @@ TESTS = """
 import pytest
 
 def test_passes(supports):
-    supports(family="MHA", layout="page_first", shape="tp1", outcome="works")
-    supports(family="MHA", layout="page_head", shape="tp1", outcome="refused: no page_head here")
+    supports(family="MHA", layout="page_first", shape="one rank", outcome="works")
+    supports(family="MHA", layout="page_head", shape="one rank", outcome="refused: no page_head here")
 
 def test_fails(supports):
-    supports(family="fails", layout="x", shape="tp1")
+    supports(family="fails", layout="x", shape="one rank")
     assert False
 
 @pytest.fixture
@@ -31,34 +31,34 @@ def bad_teardown():
     raise OSError("teardown")
 
 def test_fails_in_teardown(supports, bad_teardown):
-    supports(family="teardown", layout="x", shape="tp1")
+    supports(family="teardown", layout="x", shape="one rank")
 
 @pytest.mark.xfail(strict=True)
 def test_expected_to_fail(supports):
-    supports(family="xfail", layout="x", shape="tp1")
+    supports(family="xfail", layout="x", shape="one rank")
     assert False
 
 @pytest.mark.xfail
 def test_unexpectedly_passes(supports):
-    supports(family="xpass", layout="x", shape="tp1")
+    supports(family="xpass", layout="x", shape="one rank")
 
 def test_skipped(supports):
-    supports(family="skip", layout="x", shape="tp1")
+    supports(family="skip", layout="x", shape="one rank")
     pytest.skip("no")
 
 def test_contradicts(supports):
-    supports(family="MHA", layout="page_first", shape="tp1", outcome="refused: on a whim")
+    supports(family="MHA", layout="page_first", shape="one rank", outcome="refused: on a whim")
 
 def test_says_nonsense(supports):
     with pytest.raises(ValueError):
-        supports(family="nonsense", layout="x", shape="tp1", outcome="perhaps")
+        supports(family="nonsense", layout="x", shape="one rank", outcome="perhaps")
 """
 
 
 def test_rows_of_passed_tests_are_merged_into_the_file(tmp_path: Path) -> None:
     (tmp_path / "test_rows.py").write_text(TESTS)
     matrix = tmp_path / "sub" / "matrix.json"
-    support_matrix.merge(matrix, {("MHA", "page_first", "tp1", "0.5.0"): "works"})
+    support_matrix.merge(matrix, {("MHA", "page_first", "one rank", "0.5.0"): "works"})
     release = tmp_path / "sglang-9.9.9.dist-info"
     release.mkdir()
     (release / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
@@ -78,14 +78,14 @@ def test_rows_of_passed_tests_are_merged_into_the_file(tmp_path: Path) -> None:
 
 
 ROWS = {
-    ("MHA", "page_first", "tp1", "0.5.9"): "works",
-    ("MHA", "page_first", "tp1", "0.5.14"): "works",
-    ("MHA", "page_first", "tp16", "0.5.14"): "works",
-    ("MHA", "page_first", "tp2", "0.5.14"): "works",
-    ("MHA", "layer_first", "tp1", "0.5.9"): "works",
-    ("MHA", "layer_first", "tp1", "0.5.14"): "works",
-    ("MXFP8", "page_first", "tp1", "0.5.14"): "refused: its pool has no flat pages",
-    ("MXFP4", "page_first", "tp1", "0.5.14"): "refused: its pool has no flat pages",
+    ("MHA", "page_first", "one rank", "0.5.9"): "works",
+    ("MHA", "page_first", "one rank", "0.5.14"): "works",
+    ("MHA", "page_first", "TP 16", "0.5.14"): "works",
+    ("MHA", "page_first", "TP 2", "0.5.14"): "works",
+    ("MHA", "layer_first", "one rank", "0.5.9"): "works",
+    ("MHA", "layer_first", "one rank", "0.5.14"): "works",
+    ("MXFP8", "page_first", "one rank", "0.5.14"): "refused: its pool has no flat pages",
+    ("MXFP4", "page_first", "one rank", "0.5.14"): "refused: its pool has no flat pages",
 }
 
 
@@ -95,10 +95,10 @@ def test_what_fares_alike_is_one_line() -> None:
     assert table == [
         "| family | layouts | shapes | 0.5.14 | 0.5.9 |",
         "|---|---|---|---|---|",
-        "| MHA | layer_first, page_first | tp1 | yes | yes |",
-        "|  | page_first | tp2, tp16 | yes | – |",
-        "| MXFP4 | page_first | tp1 | no [1] | – |",
-        "| MXFP8 | page_first | tp1 | no [1] | – |",
+        "| MHA | layer_first, page_first | one rank | yes | yes |",
+        "|  | page_first | TP 2, TP 16 | yes | – |",
+        "| MXFP4 | page_first | one rank | no [1] | – |",
+        "| MXFP8 | page_first | one rank | no [1] | – |",
     ]
     assert "1. its pool has no flat pages" in lines
 
@@ -111,7 +111,7 @@ def test_check_fails_when_the_document_lags_behind(tmp_path: Path) -> None:
     assert support_matrix.main([*files, "--check"]) == 1
     assert support_matrix.main(files) == 0
     assert support_matrix.main([*files, "--check"]) == 0
-    support_matrix.merge(source, {("MHA", "page_first", "tp1", "0.5.9"): "refused: too old"})
+    support_matrix.merge(source, {("MHA", "page_first", "one rank", "0.5.9"): "refused: too old"})
     assert support_matrix.main([*files, "--check"]) == 1
 
 

@@ -78,10 +78,10 @@ DIFFERENCES: dict[str, tuple[Side, Side]] = {
 
 
 SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("tp1", {}),
-    ("tp4", {"tp_rank": 3, "tp_size": 4}),
-    ("tp2 pp2", {"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 2}),
-    ("tp2 cp2", {"tp_rank": 1, "tp_size": 2, "attn_cp_rank": 1, "attn_cp_size": 2}),
+    ("one rank", {}),
+    ("TP 4", {"tp_rank": 3, "tp_size": 4}),
+    ("TP 2, PP 2", {"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 2}),
+    ("TP 2, CP 2", {"tp_rank": 1, "tp_size": 2, "attn_cp_rank": 1, "attn_cp_size": 2}),
 )
 
 
@@ -137,7 +137,7 @@ class IdentityTests(Harness):
             reader = self.rank(MLAPool(layout, memory=self.memory), tp_rank=tp_rank, tp_size=4)
             assert reader.exists(keys) == 3
             assert reader.load(keys, [4, 9, 1]) == [True] * 3
-        self.covers(family="MLA", layout=layout, shape="tp4")
+        self.covers(family="MLA", layout=layout, shape="TP 4")
 
     def test_mla_pages_are_read_under_another_tp_size(self) -> None:
         """A prefill engine with 4 ranks and a decode engine with 8 hold the same MLA pages."""
@@ -147,7 +147,7 @@ class IdentityTests(Harness):
         writer.store(keys)
         assert reader.exists(keys) == 2
         assert reader.load(keys) == [True] * 2
-        self.covers(family="MLA", layout="page_first", shape="written by tp4, read by tp8")
+        self.covers(family="MLA", layout="page_first", shape="TP 4 writes, TP 8 reads")
 
     def test_data_parallel_replicas_share(self) -> None:
         """dp_rank numbers replicas of one model: their pages are the same."""
@@ -156,7 +156,7 @@ class IdentityTests(Harness):
         writer.store(keys)
         assert reader.exists(keys) == 2
         assert reader.load(keys) == [True] * 2
-        self.covers(family="MHA", layout="page_first", shape="dp2")
+        self.covers(family="MHA", layout="page_first", shape="DP 2")
 
     def test_decode_context_parallel_pages_come_back_whole(self) -> None:
         """Under DCP the slots that SGLang passes are logical, several to a physical one, and each rank holds its part of
@@ -177,4 +177,4 @@ class IdentityTests(Harness):
             assert writer.store(keys, generation=dcp_rank) == [True] * 3
             assert reader.exists(keys) == 3
             assert reader.load(keys, [9, 3, 15], generation=dcp_rank) == [True] * 3
-        self.covers(family="MLA", layout="page_first", shape="tp4 dcp2")
+        self.covers(family="MLA", layout="page_first", shape="TP 4, DCP 2")

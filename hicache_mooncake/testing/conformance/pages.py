@@ -92,13 +92,13 @@ class PageTests(Harness):
         """A page that is reported loaded has every byte of every part, in the place that was named, and nothing else has
         changed: part of a page, or a neighbour's, is wrong tokens without any error."""
         self.round_trip(self.rank(self.mha(layout)))
-        self.covers(family="MHA", layout=layout, shape="tp1")
+        self.covers(family="MHA", layout=layout, shape="one rank")
 
     @pytest.mark.parametrize("layout", MLA_LAYOUTS)
     def test_mla_pages_come_back_whole_into_other_places(self, layout: str) -> None:
         """The same for the pools of MLA models."""
         self.round_trip(self.rank(MLAPool(layout, memory=self.memory)))
-        self.covers(family="MLA", layout=layout, shape="tp1")
+        self.covers(family="MLA", layout=layout, shape="one rank")
 
     @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
     def test_k_and_v_of_different_width_come_back_whole(self, layout: str) -> None:
@@ -107,7 +107,7 @@ class PageTests(Harness):
         if not self.zero_copy:
             pytest.skip("SGLang has no flat pages of such pools")
         self.round_trip(self.rank(self.mha(layout, head_dim=8, v_head_dim=4)))
-        self.covers(family="MHA, K and V of different width", layout=layout, shape="tp1")
+        self.covers(family="MHA, K and V of different width", layout=layout, shape="one rank")
 
     @pytest.mark.parametrize("size", [1, 3, 4095, 4097, (256 << 10) + 1])
     def test_pages_of_any_size_come_back_whole(self, size: int) -> None:

@@ -163,7 +163,7 @@ class SidePoolTests(Harness):
         assert rank.load(keys, [9, 3, 15, 0, 11]) == [True] * 5
         for pool in windows:
             assert rank.load_side(pool, keys, [9, 3, 1, 0, 11]) == [True] * 5
-        self.covers(family=family.split(",")[0], layout=FAMILIES[family].layout, shape="tp1")
+        self.covers(family=family.split(",")[0], layout=FAMILIES[family].layout, shape="one rank")
 
     def test_pools_do_not_mix(self) -> None:
         """Pools of one size and one page hash are different things."""
@@ -508,7 +508,7 @@ class SidePoolTests(Harness):
         assert zero.load_side("mamba", keys) == [True] * 2
         assert three.load_side("mamba", keys, generation=1) == [True] * 2
         assert three.load(keys) == [True] * 2
-        self.covers(family="MLA with Mamba", layout="page_first", shape="tp4")
+        self.covers(family="MLA with Mamba", layout="page_first", shape="TP 4")
 
     def test_side_pools_that_differ_are_not_shared(self) -> None:
         """What tells two anchors apart tells two side pools apart: their bytes, their shape, their rank."""
