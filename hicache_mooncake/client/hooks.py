@@ -91,3 +91,18 @@ def quietly(what: str, work: Callable[..., Any], *arguments: Any) -> Any:
         text = f"{what} failed inside hicache-mooncake. Please report this"
         _quiet(logging.ERROR, what, text, exc_info=True)
         return None
+
+
+def engine_setting(group: str, *path: str) -> Any:
+    """A setting of this engine, where its release keeps it: in `runtime_context`, in older ones in the server arguments."""
+    getter = getattr(sys.modules.get("sglang.srt.runtime_context"), f"get_{group}", None)
+    for source in (getter, getattr(sys.modules.get("sglang.srt.server_args"), "get_global_server_args", None)):
+        try:
+            value = source() if source is not None else None
+            for name in path if source is getter else path[-1:]:
+                value = getattr(value, name)
+        except Exception:  # no such group, or a process that never published its settings
+            continue
+        if value is not None:
+            return value
+    return None

@@ -19,12 +19,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from hicache_mooncake.client.hooks import Hooks, loaded, quietly, subclasses
+from hicache_mooncake.client.hooks import Hooks, engine_setting, loaded, quietly, subclasses
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def unwatch() -> None:
 def engine_weight_version() -> str | None:
     """SGLang's own `--weight-version`, None when it is "default". Where ranks are told of versions (from 0.5.19 on) it is the
     one that the last update named, before that the one that the engine was started with."""
-    value = _engine_setting("serving", "weight_version")
+    value = engine_setting("serving", "weight_version")
     return None if value in (None, "", "default") else str(value)
 
 
@@ -219,7 +218,7 @@ class _Process:
 
     def _around_resume(self, original: Any, saver: Any, *arguments: Any, **keywords: Any) -> Any:
         tag = keywords.get("tag", arguments[0] if arguments else None)
-        if tag != "weights" or _engine_setting("exec", "features", "enable_weights_cpu_backup"):
+        if tag != "weights" or engine_setting("exec", "features", "enable_weights_cpu_backup"):
             return original(saver, *arguments, **keywords)
         opened = quietly("resumed weights", self._begin_write, None)
         try:
@@ -445,21 +444,6 @@ def _empty(controller: Any) -> bool:
     if free != size // page_size * page_size:
         return False
     return bool(host.available_size() == getattr(host, "logical_size", host.size))
-
-
-def _engine_setting(group: str, *path: str) -> Any:
-    """A setting of this engine, where its release keeps it: in `runtime_context`, in older ones in the server arguments."""
-    getter = getattr(sys.modules.get("sglang.srt.runtime_context"), f"get_{group}", None)
-    for source in (getter, getattr(sys.modules.get("sglang.srt.server_args"), "get_global_server_args", None)):
-        try:
-            value = source() if source is not None else None
-            for name in path if source is getter else path[-1:]:
-                value = getattr(value, name)
-        except Exception:  # no such group, or a process that never published its settings
-            continue
-        if value is not None:
-            return value
-    return None
 
 
 _process = _Process()
