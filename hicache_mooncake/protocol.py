@@ -250,6 +250,8 @@ class Attach(Message):
     canary_address: int = 0
     canary: bytes = b""
     """process_vm only: bytes at an address in the engine that the mover must be able to read and write back."""
+    strided: bool = False
+    """Strided runs will come: what they need is loaded now, and not in the first batch's time."""
 
 
 class Attached(Message):

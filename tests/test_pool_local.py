@@ -1055,7 +1055,7 @@ def test_a_frozen_node_costs_one_lookup_its_time_and_the_others_nothing(
     rank = make_rank(node, deadline_s=1.0)
     stored = hashes(1, 2)
     rank.store(NS, stored)
-    node.process.send_signal(signal.SIGSTOP)
+    node.signal(signal.SIGSTOP)
     assert rank.exists(NS, stored) == 0
     asked: list[float] = []
     until = time.monotonic() + 3.0
@@ -1064,6 +1064,6 @@ def test_a_frozen_node_costs_one_lookup_its_time_and_the_others_nothing(
         assert rank.exists(NS, stored) == 0
         time.sleep(0.01)
     assert len(asked) > 20, "a call that waits for its deadline each time gets to three"
-    node.process.send_signal(signal.SIGCONT)
+    node.signal(signal.SIGCONT)
     wait_until(lambda: rank.exists(NS, stored) == 2, 15, "the node is asked again")
     assert rank.client.reasons["node_timeout"] > 20

@@ -151,6 +151,7 @@ class PoolClient:
             own_user=own_user_only(self.settings),
             canary_address=ctypes.addressof(self._canary),
             canary=self._canary.raw,
+            strided=self.settings.share_across_tp,
         )
         fds = known_fds if use_memfd else []
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import itertools
 import math
 import os
@@ -124,7 +125,7 @@ class Mover:
     """Carries out batches. One thread, no locks."""
 
     def __init__(self, memory: EngineMemory, link: NodeLink, engine_pid: int) -> None:
-        self._memory = memory
+        self.memory = memory
         self._link = link
         self._peers = Peers()
         self._last_fetch = 0
@@ -229,7 +230,7 @@ class Mover:
                 continue
             body = segment.view[offset : offset + batch.body_bytes]
             try:
-                arrived = self._memory.load(body, segment.address + offset, batch.addresses(i), batch.layout, batch.seed(i))
+                arrived = self.memory.load(body, segment.address + offset, batch.addresses(i), batch.layout, batch.seed(i))
             except EngineMemoryError:
                 reasons["engine_memory"] += 1
                 continue
@@ -379,14 +380,14 @@ class Mover:
             members = list(group)
             if not through_segment:
                 places, seeds = [batch.addresses(i) for i in members], [batch.seed(i) for i in members]
-                yield from self._memory.receive(source, places, batch.layout, seeds)
+                yield from self.memory.receive(source, places, batch.layout, seeds)
                 continue
             for i in members:
                 offset = landing.offsets[i]
                 body = landing.segment.view[offset : offset + batch.body_bytes]
                 fill(source, [body])
                 at = landing.segment.address + offset
-                yield self._memory.load(body, at, batch.addresses(i), batch.layout, batch.seed(i))
+                yield self.memory.load(body, at, batch.addresses(i), batch.layout, batch.seed(i))
 
     def _late(self, peer: p.Peer, since: float, peer_down: list[str]) -> None:
         if time.monotonic() - since < _BLAME_AFTER_S:
@@ -442,7 +443,7 @@ class Mover:
                     body = segment.view[offset : offset + batch.body_bytes]
                     try:
                         at = segment.address + offset
-                        checksum = self._memory.store(batch.addresses(i), batch.layout, body, at, batch.seed(i))
+                        checksum = self.memory.store(batch.addresses(i), batch.layout, body, at, batch.seed(i))
                         good = 1
                     except EngineMemoryError:
                         reasons["engine_memory"] += 1
@@ -462,16 +463,16 @@ class Mover:
         return refused, copied, had
 
 
-def _attach(wire: Wire, role: str) -> Mover | None:
-    """Take the engine's memory over. Answers Attached with the mode, or with the problem, and returns None then."""
-    attach = wire.receive(_to_mover)
-    if not isinstance(attach, p.Attach):
-        raise p.ProtocolError("the first message must be Attach")
+def _attach(wire: Wire, attach: p.Attach, former: EngineMemory | None) -> EngineMemory | None:
+    """Take the engine's memory over, in place of what it shared before. Answers Attached with the mode, or with the problem,
+    and returns None then."""
     fds = wire.take_fds()
+    if attach.strided:
+        importlib.import_module("numpy")
     memory: EngineMemory
     try:
         if all(region.fd >= 0 for region in attach.regions):
-            memory, mode = MappedMemory(attach.regions, fds), "memfd"
+            memory, mode = MappedMemory(attach.regions, fds, former if isinstance(former, MappedMemory) else None), "memfd"
         else:
             foreign = ForeignMemory(attach.engine_pid, attach.regions)
             _check_canary(foreign, attach)
@@ -483,8 +484,7 @@ def _attach(wire: Wire, role: str) -> Mover | None:
         for fd in fds:
             os.close(fd)
     wire.send(p.Attached(mode))
-    link = NodeLink(attach.socket_path, role, attach.client, own_user=attach.own_user)
-    return Mover(memory, link, attach.engine_pid)
+    return memory
 
 
 def _check_canary(memory: ForeignMemory, attach: p.Attach) -> None:
@@ -499,14 +499,23 @@ def _check_canary(memory: ForeignMemory, attach: p.Attach) -> None:
 
 
 def serve(sock: socket.socket, role: str) -> None:
-    """Until the engine's end closes."""
+    """Until the engine's end closes, or shares memory that cannot be reached."""
     wire = Wire(sock)
+    mover: Mover | None = None
     try:
-        mover = _attach(wire, role)
-        while mover is not None and mover.wait(wire):
+        while mover is None or mover.wait(wire):
             job = wire.receive(_to_mover)
-            if not isinstance(job, p.Transfer):
-                raise p.ProtocolError("expected Transfer")
+            if isinstance(job, p.Attach):
+                memory = _attach(wire, job, mover.memory if mover else None)
+                if memory is None:
+                    return
+                if mover is None:
+                    link = NodeLink(job.socket_path, role, job.client, own_user=job.own_user)
+                    mover = Mover(memory, link, job.engine_pid)
+                mover.memory = memory
+                continue
+            if mover is None or not isinstance(job, p.Transfer):
+                raise p.ProtocolError("the first message must be Attach, and the others Attach or Transfer")
             try:
                 wire.send(mover.run(job))
             except p.ProtocolError as error:

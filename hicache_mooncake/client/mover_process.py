@@ -55,12 +55,19 @@ class MoverProcess:
         return process.pid if process is not None else None
 
     def attach(self, attach: p.Attach, fds: Sequence[int], timeout_s: float = _START_S) -> str:
-        """(Re)start the mover over this memory; returns the mode in use. Raises MoverUnavailable with what went wrong.
-        The descriptors stay the caller's and must stay open: a killed mover is started again with them."""
+        """Have a mover over this memory, and over no other; returns the mode in use. One that runs takes it over between two
+        batches. Raises MoverUnavailable with what went wrong. The descriptors stay the caller's and must stay open: a killed
+        mover is started again with them."""
         with self._lock:
             self._attach = (attach, tuple(fds))
+            deadline = time.monotonic() + timeout_s
+            if self._wire is not None:
+                try:
+                    return self._share(self._wire, deadline)
+                except MoverUnavailable:
+                    pass  # a new one says what is wrong with the memory, if that was it
             self._stop()
-            return self._start(time.monotonic() + timeout_s)
+            return self._start(deadline)
 
     def run(self, job: Callable[[float], p.Transfer], timeout_s: float) -> p.Transferred:
         """Run one batch. Returns within `timeout_s`, and then nothing more lands in engine memory.
@@ -135,7 +142,6 @@ class MoverProcess:
     def _start(self, deadline: float) -> str:
         if self._attach is None:
             raise MoverUnavailable("not_attached", "no memory is attached")
-        attach, fds = self._attach
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [sys.executable, "-m", "hicache_mooncake.client.mover", str(theirs.fileno()), self.role]
         try:
@@ -148,9 +154,14 @@ class MoverProcess:
             self._restart.failed()
             raise MoverUnavailable("mover_down", f"cannot start the mover: {error}") from error
         self._wire = Wire(ours)
+        return self._share(self._wire, deadline)
+
+    def _share(self, wire: Wire, deadline: float) -> str:
+        """Hand the memory to the mover. One that does not take it is killed."""
+        assert self._attach is not None
         try:
-            self._wire.send(attach, fds, deadline)
-            answer = self._wire.receive(_from_mover, deadline)
+            wire.send(*self._attach, deadline)
+            answer = wire.receive(_from_mover, deadline)
         except (WireClosed, WireTimeout, p.ProtocolError) as error:
             self._fail()
             raise MoverUnavailable("mover_down", f"the mover did not start: {error}") from error

@@ -34,6 +34,7 @@ class Registry:
         self._client = client
         self._dynamic = dynamic
         self._lock = threading.Lock()
+        self._registered: dict[str, Any] = {}
         self._weights = Weights(settings.model_id or weights.of_engine(), settings.weight_version)
         self._next_weights: Weights | None = None
         """After an update of the weights, until the caches are flushed."""
@@ -45,14 +46,14 @@ class Registry:
         """A new attach: this is the KV pool, and there is no other yet. Raises ConfigError for a forced copy_mode that does not
         work here, and when nothing names the model."""
         with self._lock:
+            self._registered.clear()
             self.view = View(needs=self.view.needs, off=self.view.off)
             self._register(anchor, KV)
 
     def register(self, host_pool: Any, name: str) -> None:
         """A pool of this attach, at any time. The anchor may come again."""
         with self._lock:
-            known = self.view.pools.get(name)
-            if known is None or known.pool is not host_pool:
+            if self._registered.get(name) is not host_pool:
                 self._register(host_pool, name)
 
     def complete(self) -> None:
@@ -82,6 +83,7 @@ class Registry:
             refused={key: reason for key, reason in before.refused.items() if key != name},
         )
         self.view = dataclasses.replace(rest, refused={**rest.refused, name: f"pool {name} is being registered"})
+        self._registered[name] = host_pool
         try:
             geometry = of_pool(host_pool, name)
             self._check_writers(host_pool, name)

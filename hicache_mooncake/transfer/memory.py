@@ -169,21 +169,34 @@ class EngineMemory(Protocol):
 class MappedMemory:
     """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors. Not thread-safe.
 
-    Every checksum of a load is of bytes read back from engine memory after the copy, strided ones too.
+    Every checksum of a load is of bytes read back from engine memory after the copy, strided ones too. `former`: what was
+    mapped before; its mappings of the same files are taken over, and the others closed.
     """
 
-    def __init__(self, regions: Sequence[Region], fds: Sequence[int]) -> None:
+    def __init__(self, regions: Sequence[Region], fds: Sequence[int], former: MappedMemory | None = None) -> None:
         self._mappings: list[Mapping] = []
         self._starts: list[int] = []
+        self._files: list[tuple[int, ...]] = []
+        known = {} if former is None else dict(zip(former._files, former._mappings, strict=True))
         try:
             for region in sorted(regions, key=lambda r: r.address):
-                mapping = Mapping(fds[region.fd], region.length, offset=region.fd_offset, writable=True)
-                mapping.populate_in_background()
+                file = os.fstat(fds[region.fd])
+                key = (file.st_dev, file.st_ino, region.length, region.fd_offset)
+                mapping = known.pop(key, None)
+                if mapping is None:
+                    mapping = Mapping(fds[region.fd], region.length, offset=region.fd_offset, writable=True)
+                    mapping.populate_in_background()
                 self._mappings.append(mapping)
                 self._starts.append(region.address)
+                self._files.append(key)
         except OSError:
             self.close()
             raise
+        finally:
+            for mapping in known.values():
+                mapping.close()
+            if former is not None:
+                former._mappings, former._starts, former._files = [], [], []
 
     @functools.cached_property
     def _scratch(self) -> memoryview:
@@ -300,8 +313,7 @@ class MappedMemory:
     def close(self) -> None:
         for mapping in self._mappings:
             mapping.close()
-        self._mappings = []
-        self._starts = []
+        self._mappings, self._starts, self._files = [], [], []
 
 
 class _IoVec(ctypes.Structure):
