@@ -58,6 +58,8 @@ class Faults:
     resurrects: bool = False
     clears_anchor_only: bool = False
     writes_the_source: bool = False
+    any_head: bool = False
+    """Takes whatever is stored under the hash for its own head."""
     late_copy: bool = False
     """Copies a page when it is next asked for instead of when it is stored."""
 
@@ -135,6 +137,8 @@ class ReferenceBackend(HiCacheStorage):  # type: ignore[misc]
         if not replicated:
             fields |= {"tp_rank": self.config.tp_rank, "tp_size": self.config.tp_size}
         fields = {name: value for name, value in fields.items() if name not in self.faults.ignores.split(",")}
+        if self.faults.any_head:
+            fields = {}
         return (tuple(fields.items()), "" if self.faults.pools_share_keys else pool_name, key)
 
     # ------------------------------------------------------------------ lookups

@@ -35,9 +35,9 @@ class ReferenceTests(BackendTests):
         content[position] ^= 1
         self.storage.objects[backend.object_name(pool, key)] = bytes(content)
 
-    def truncate_part(self, backend: ReferenceBackend, pool: str, key: str, length: int) -> None:
+    def resize_part(self, backend: ReferenceBackend, pool: str, key: str, length: int) -> None:
         name = backend.object_name(pool, key)
-        self.storage.objects[name] = self.storage.objects[name][:length]
+        self.storage.objects[name] = self.storage.objects[name][:length].ljust(length, b"\0")
 
     def stop_storage(self) -> None:
         self.storage.up = False
@@ -56,8 +56,10 @@ BROKEN: list[tuple[dict[str, Any], str, tuple[Any, ...]]] = [
     ({"no_checksum": True}, "test_a_damaged_page_is_never_delivered", (0,)),
     ({"no_checksum": True}, "test_a_damaged_page_is_never_delivered", (-1,)),
     ({"no_checksum": True}, "test_a_damaged_part_is_never_delivered", ()),
-    ({"no_length_check": True}, "test_a_short_page_is_never_delivered", (0,)),
-    ({"no_length_check": True}, "test_a_short_page_is_never_delivered", (100,)),
+    ({"no_length_check": True}, "test_a_page_of_another_length_is_never_delivered", (0,)),
+    ({"no_length_check": True}, "test_a_page_of_another_length_is_never_delivered", (100,)),
+    ({"no_length_check": True}, "test_a_page_of_another_length_is_never_delivered", (1000,)),
+    ({"any_head": True, "no_length_check": True}, "test_heads_that_are_split_for_another_tp_size_are_the_right_ones", ()),
     ({"first_part_only": True}, "test_mha_pages_come_back_whole_into_other_places", ("page_first",)),
     ({"first_part_only": True}, "test_mla_pages_come_back_whole_into_other_places", ("layer_first",)),
     ({"first_part_only": True}, "test_every_pool_of_a_family_comes_back_whole", ("Mamba",)),

@@ -28,7 +28,7 @@ class BackendTests(PageTests, IdentityTests, SidePoolTests, FaultTests):
     SGLang's: in `memory` "anonymous", or "memfd" as under SGLang's shared-memory allocator. Set `zero_copy` to False for a
     backend that SGLang drives through the generic `batch_get` and `batch_set`.
 
-    Storage faults need the backend's help: `evict_part`, `flip_byte`, `truncate_part`, `stop_storage`, `start_storage`. Tests
+    Storage faults need the backend's help: `evict_part`, `flip_byte`, `resize_part`, `stop_storage`, `start_storage`. Tests
     that need one which is not overridden are skipped. `covers` is told what has been shown to work.
 
     Promises: every load in every test is compared byte by byte with what (pool, key, generation) say, and pages that were not

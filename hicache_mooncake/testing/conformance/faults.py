@@ -12,7 +12,7 @@ import torch
 from sglang.srt.mem_cache import hicache_storage
 
 from hicache_mooncake.testing.conformance.harness import HAS_V2, KV, Harness, Rank, fresh_keys, key, needs_v2
-from hicache_mooncake.testing.conformance.host_pools import BrokenPool, HostPool, MHAPool, PagedPool, slots
+from hicache_mooncake.testing.conformance.host_pools import BrokenPool, HostPool, MHAPool, PagedPool, page_bytes, slots
 
 SENSELESS_KEYS: tuple[Any, ...] = (None, 5, "abc", object(), [None], [5], [[]], [key(1), None], (key(1), key(2)))
 
@@ -66,14 +66,15 @@ class FaultTests(Harness):
         self.flip_byte(rank.backend, "indexer", keys[1], 7)
         assert rank.load_side("indexer", keys) == [True, False, True]
 
-    @pytest.mark.parametrize("length", [0, 1, 100])
-    def test_a_short_page_is_never_delivered(self, length: int) -> None:
-        """An object that is shorter than the page is a miss: read into the page, it would leave somebody's bytes in its
-        tail."""
+    @pytest.mark.parametrize("length", [0, 1, 100, 1000])
+    def test_a_page_of_another_length_is_never_delivered(self, length: int) -> None:
+        """An object that is not exactly as long as the page is a miss: read into the page, a shorter one would leave
+        somebody's bytes in its tail, and a longer one is the page of another shape."""
         rank = self.rank()
         keys = fresh_keys(3)
         rank.store(keys)
-        self.truncate_part(rank.backend, KV, keys[1], length)
+        assert page_bytes(rank.anchor) not in (length, 0)
+        self.resize_part(rank.backend, KV, keys[1], length)
         assert rank.load(keys) == [True, False, True]
 
     def test_without_storage_everything_is_a_miss(self) -> None:

@@ -331,9 +331,9 @@ class Harness:
         """Change one stored byte of one page of one pool behind the backend's back; `position` may be negative."""
         pytest.skip("flip_byte is not overridden")
 
-    def truncate_part(self, backend: Any, pool: str, key: str, length: int) -> None:
-        """Let one stored page of one pool have only its first `length` bytes."""
-        pytest.skip("truncate_part is not overridden")
+    def resize_part(self, backend: Any, pool: str, key: str, length: int) -> None:
+        """Let one stored page of one pool have `length` bytes: its first ones, or all of them with zeros behind."""
+        pytest.skip("resize_part is not overridden")
 
     def stop_storage(self) -> None:
         """Make the storage unreachable for every backend of this test, without warning."""

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from hicache_mooncake.testing.conformance.harness import KV, Harness, Rank, fresh_keys
-from hicache_mooncake.testing.conformance.host_pools import PAGE_SIZE, HostPool, MHAPool, MLAPool, PagedPool
+from hicache_mooncake.testing.conformance.host_pools import (
+    PAGE_SIZE,
+    HostPool,
+    MHAPool,
+    MLAPool,
+    PagedPool,
+    body,
+    page_bytes,
+    read_page,
+    scramble,
+)
 
 MakePool = Callable[..., HostPool]
 
@@ -125,6 +135,30 @@ class IdentityTests(Harness):
         for rank, generation in ranks:
             assert rank.exists(keys) == 2
             assert rank.load(keys, generation=generation) == [True] * 2
+
+    def test_heads_that_are_split_for_another_tp_size_are_the_right_ones(self) -> None:
+        """With `tp_lcm_size` a rank of TP 2 may store its heads apart, so that ranks of TP 4 find theirs. A backend that does
+        not is right to miss; one that does must deliver the head of that very rank, and to no other rank."""
+        lcm = {"tp_lcm_size": 4}
+        writer = self.rank(self.mha("page_head", heads=2), tp_rank=0, tp_size=2, should_split_heads=True, **lcm)
+        keys = fresh_keys(3)
+        assert writer.store(keys) == [True] * 3
+        scramble(writer.anchor)
+        shared = []
+        for tp_rank in range(3):
+            reader = self.rank(self.mha("page_head", heads=1), tp_rank=tp_rank, tp_size=4, should_split_heads=False, **lcm)
+            before = reader.scrambled(KV)
+            verdict = reader.get(keys, [4, 9, 1])
+            assert tp_rank < 2 or verdict == [False] * 3, "a head of another rank"
+            for name, page, loaded in zip(keys, [4, 9, 1], verdict, strict=True):
+                whole = body(KV, name, page_bytes(writer.anchor))
+                quarter = len(whole) // 4
+                halves = [whole[half * 2 * quarter :][tp_rank * quarter : (tp_rank + 1) * quarter] for half in range(2)]
+                assert not loaded or read_page(reader.anchor, page) == b"".join(halves), "not the bytes of this rank's head"
+            assert [read_page(reader.anchor, page) for page in (0, 2, 3)] == [before[page] for page in (0, 2, 3)]
+            shared.append(verdict)
+        if shared[:2] == [[True] * 3] * 2:
+            self.covers(family="MHA", layout="page_head", shape="TP 2 writes, TP 4 reads (tp_lcm_size)")
 
     @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
     def test_mla_pages_of_one_rank_are_read_by_all(self, layout: str) -> None:
