@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from hicache_mooncake import plugin
+from hicache_mooncake.client import isolation, weight_updates
 from hicache_mooncake.client.chain import PAGES_A_CALL, Chain
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.pools import KV, Need, StoredPool, View
@@ -62,7 +63,10 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         rank = f"tp{getattr(storage_config, 'tp_rank', 0)}pp{getattr(storage_config, 'pp_rank', 0)}"
         self.client = PoolClient(settings, f"{os.getpid()}:{getattr(storage_config, 'model_name', '')}:{rank}")
         self.client.start()
-        self._pools = Registry(storage_config, settings, self.client, dynamic=dynamic)
+        self._pools = Registry(storage_config, settings, self.client, dynamic=dynamic, refusal=isolation.isolate())
+        unseen = weight_updates.watch(self._pools)
+        if unseen:
+            log.warning("%s", unseen)
         if self._generic:
             log.warning(
                 'the dynamic backend runs without "interface_v1": 1 in its extra config: every page is copied once more and '

@@ -25,14 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class Registry:
-    """`config` is SGLang's `HiCacheStorageConfig`; `dynamic`: SGLang knows the backend by another name than mooncake."""
+    """`config` is SGLang's `HiCacheStorageConfig`; `dynamic`: SGLang knows the backend by another name than mooncake;
+    `refusal`: why this engine's requests cannot be told apart, "" if they can."""
 
-    def __init__(self, config: Any, settings: Settings, client: PoolClient, *, dynamic: bool) -> None:
+    def __init__(self, config: Any, settings: Settings, client: PoolClient, *, dynamic: bool, refusal: str = "") -> None:
         self.view = View()
         self._config = config
         self._settings = settings
         self._client = client
         self._dynamic = dynamic
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._registered: dict[str, Any] = {}
         self._weights = Weights(settings.model_id or weights.of_engine(), settings.weight_version)
@@ -47,7 +49,8 @@ class Registry:
         work here, and when nothing names the model."""
         with self._lock:
             self._registered.clear()
-            self.view = View(needs=self.view.needs, off=self.view.off)
+            refused = {"every pool": self._refusal} if self._refusal else {}
+            self.view = View(refused=refused, needs=self.view.needs, off=self.view.off)
             self._register(anchor, KV)
 
     def register(self, host_pool: Any, name: str) -> None:

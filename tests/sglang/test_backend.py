@@ -477,3 +477,33 @@ def test_a_flush_alone_changes_nothing(make_backend: MakeBackend) -> None:
     backend._pools.caches_flushed()
     backend._pools.weights_changed("label", None, True)
     assert backend.batch_exists([key("a")]) == 1
+
+
+def test_requests_that_cannot_be_told_apart_are_refused(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P03: an SGLang whose page hashes know no adapter, and that cannot be taught."""
+    from hicache_mooncake.client import isolation
+
+    monkeypatch.setattr(isolation, "isolate", lambda: "pages of adapters cannot be told apart")
+    pool = mha_pool()
+    backend = HiCacheMooncake(storage_config(extra_config={"socket": node.socket}), pool)
+    backend.register_mem_pool_host(pool)
+    backend.on_host_pools_registered()
+    assert "L3 is off for this model: pages of adapters cannot be told apart" in caplog.text
+    assert store(backend, pool, [key("a")]) == [False]
+    assert backend.batch_exists([key("a")]) == 0
+    backend.close()
+
+
+def test_the_backend_listens_to_the_engines_updates(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from hicache_mooncake.client import weight_updates
+
+    heard: list[object] = []
+    monkeypatch.setattr(weight_updates, "watch", lambda listener: heard.append(listener) or "updates cannot be seen here")
+    backend = HiCacheMooncake(storage_config(extra_config={"socket": node.socket}), {})
+    assert heard == [backend._pools]
+    assert "updates cannot be seen here" in caplog.text
+    backend.close()
