@@ -376,7 +376,7 @@ class Harness:
     def unregistered(self, pools: dict[str, HostPool] | HostPool | None = None, **fields: Any) -> Rank:
         """The same before its pools are registered."""
         made = pools if isinstance(pools, dict) else {KV: pools if pools is not None else self.mha()}
-        is_mla = type(next(iter(made.values()))) is not MHAPool
+        is_mla = not isinstance(next(iter(made.values())), MHAPool)
         layout = getattr(next(iter(made.values())), "layout", "")
         defaults = {"model_name": self._model, "is_mla_model": is_mla, "is_page_first_layout": layout == "page_first"}
         config = storage_config(**(defaults | fields))

@@ -244,6 +244,18 @@ class MHAPool(HostPool):
         super().close()
 
 
+class MHATokenToKVPoolHost(MHAPool):
+    """The same by the name of SGLang's class, for backends that know by it which bytes are whose head."""
+
+    @property
+    def k_buffer(self) -> Any:
+        return self.kv_buffer[0]
+
+    @property
+    def v_buffer(self) -> Any:
+        return self.kv_buffer[1]
+
+
 class MLAPool(HostPool):
     """Rows that every tensor-parallel rank holds alike: one part a page, or one a layer (layer_first)."""
 

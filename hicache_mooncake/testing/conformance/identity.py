@@ -14,12 +14,12 @@ from hicache_mooncake.testing.conformance.host_pools import (
     PAGE_SIZE,
     HostPool,
     MHAPool,
+    MHATokenToKVPoolHost,
     MLAPool,
     PagedPool,
     body,
     page_bytes,
     read_page,
-    scramble,
 )
 
 MakePool = Callable[..., HostPool]
@@ -138,23 +138,28 @@ class IdentityTests(Harness):
 
     def test_heads_that_are_split_for_another_tp_size_are_the_right_ones(self) -> None:
         """With `tp_lcm_size` a rank of TP 2 may store its heads apart, so that ranks of TP 4 find theirs. A backend that does
-        not is right to miss; one that does must deliver the head of that very rank, and to no other rank."""
-        lcm = {"tp_lcm_size": 4}
-        writer = self.rank(self.mha("page_head", heads=2), tp_rank=0, tp_size=2, should_split_heads=True, **lcm)
+        not is right to refuse or to miss; one that does must deliver the head of that very rank, and to no other rank."""
+
+        def rank(heads: int, tp_rank: int, tp_size: int) -> Rank:
+            pool = MHATokenToKVPoolHost("page_head", heads=heads, memory=self.memory)
+            return self.rank(pool, tp_rank=tp_rank, tp_size=tp_size, tp_lcm_size=4, should_split_heads=tp_size < 4)
+
+        writer = rank(2, 0, 2)
         keys = fresh_keys(3)
-        assert writer.store(keys) == [True] * 3
-        scramble(writer.anchor)
+        stored = writer.store(keys)
+        assert writer.exists(keys) == (3 if all(stored) else 0)
         shared = []
         for tp_rank in range(3):
-            reader = self.rank(self.mha("page_head", heads=1), tp_rank=tp_rank, tp_size=4, should_split_heads=False, **lcm)
+            reader = rank(1, tp_rank, 4)
             before = reader.scrambled(KV)
-            verdict = reader.get(keys, [4, 9, 1])
+            places = [4, 9, 1]
+            verdict = reader.get(keys, places)
             assert tp_rank < 2 or verdict == [False] * 3, "a head of another rank"
-            for name, page, loaded in zip(keys, [4, 9, 1], verdict, strict=True):
+            for name, page, loaded in zip(keys, places, verdict, strict=True):
                 whole = body(KV, name, page_bytes(writer.anchor))
-                quarter = len(whole) // 4
-                halves = [whole[half * 2 * quarter :][tp_rank * quarter : (tp_rank + 1) * quarter] for half in range(2)]
-                assert not loaded or read_page(reader.anchor, page) == b"".join(halves), "not the bytes of this rank's head"
+                head = len(whole) // 4  # of K, and as much of V
+                due = b"".join(whole[half * 2 * head :][tp_rank * head : (tp_rank + 1) * head] for half in range(2))
+                assert not loaded or read_page(reader.anchor, page) == due, "not the bytes of this rank's head"
             assert [read_page(reader.anchor, page) for page in (0, 2, 3)] == [before[page] for page in (0, 2, 3)]
             shared.append(verdict)
         if shared[:2] == [[True] * 3] * 2:
