@@ -228,11 +228,12 @@ class _Examination:
                 raise self.refusal(f"runs of pages {page} and {other} overlap")
 
     def _check_progressions(self, first: _Runs, strides: Sequence[int]) -> None:
-        """No two runs of any pages overlap: each run of the first page, repeated at its stride, stays clear of the others."""
+        """No two runs of any pages overlap: each run of the first page, repeated at its stride, stays clear of the others.
+
+        Of itself it does by `_check_apart`, which has seen the first two pages.
+        """
         tracks = []
         for (address, length), stride in zip(first, strides, strict=True):
-            if self.page_count > 1 and abs(stride) < length:
-                raise self.refusal(f"runs of {length} bytes follow each other every {stride}: pages overlap")
             ends = (address, address + (self.page_count - 1) * stride)
             tracks.append((min(ends), max(ends) + length, length, stride))
         tracks.sort()

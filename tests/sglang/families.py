@@ -203,6 +203,7 @@ def _group(group: Any, specs: Sequence[Any] = ()) -> list[FamilyPool]:
 
 def _pool(name: str, pool: Any, policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES, source: Any = None) -> FamilyPool:
     same = (MLATokenToKVPoolHost, DSAIndexerPoolHost, DeepSeekV4PagedHostPool, DeepSeekV4StateHostPool, LogicalHostPool)
+    pool.pin_memory = False  # it was not page-locked, and the tensors that it makes for its callers cannot be
     replicated = isinstance(pool, same) and not isinstance(pool, QSAIndexerPoolHost)
     return FamilyPool(name, pool, policy, source.value if source is not None else None, replicated)
 

@@ -297,22 +297,26 @@ def test_a_page_without_one_of_its_parts_is_refused(family: str, layout: str, na
 
 
 class Plain:
-    """A pool of eight pages of two runs in one buffer; `place` says where page `page` has run `run`, in runs of 512 bytes."""
+    """A pool of eight pages of two runs of 512 bytes. In units of that, `place` says where a page has a run, and `buffers` what
+    memory the pool names."""
 
     layout = "plain"
     page_size = 4
     size = 32
     layer_num = 1
 
-    def __init__(self, place: Callable[[int, int], int], **answers: Any) -> None:
-        self.kv_buffer = torch.zeros(16 * 512, dtype=torch.uint8)
+    def __init__(
+        self, place: Callable[[int, int], int], buffers: Sequence[tuple[int, int]] = ((0, 16),), **answers: Any
+    ) -> None:
+        self.memory = torch.zeros(40 * 512, dtype=torch.uint8)
+        self.kv_buffer = [self.memory[first * 512 : end * 512] for first, end in buffers]
         self.place = place
         self.length: Callable[[int, int], int] = lambda _page, _run: 512
         self.__dict__.update(answers)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> Any:
         runs = [(int(slot) // 4, run) for slot in indices[::4] for run in (0, 1)]
-        start = self.kv_buffer.data_ptr()
+        start = self.memory.data_ptr()
         return [start + self.place(*run) * 512 for run in runs], [self.length(*run) for run in runs]
 
 
@@ -329,6 +333,8 @@ def test_a_pool_of_an_unknown_class_is_known_by_its_answers() -> None:
     assert (halves.affine, [r.stride for r in halves.runs]) == (True, [512, 512])
     backwards = of_pool(Plain(lambda page, run: 15 - page - 8 * run), "new")
     assert (backwards.affine, [r.stride for r in backwards.runs]) == (True, [-512, -512])
+    across = of_pool(Plain(lambda page, run: 2 + page + 4 * run, buffers=[(2, 4), (4, 10)], size=16), "new")
+    assert (across.affine, len(across.regions)) == (False, 2)
     scattered = Plain(lambda page, run: 2 * (page ^ 2) + run)
     geometry = of_pool(scattered, "new")
     assert (geometry.affine, [r.address for r in geometry.runs]) == (False, [0, 0])
@@ -341,6 +347,14 @@ CONTRADICTIONS: dict[str, tuple[Plain, str]] = {
     "outside": (Plain(lambda page, run: 2 * page + run + 1), "page 7 lies outside the pool's buffers"),
     "pages overlap": (Plain(lambda page, run: page + run), "runs of pages 0 and 1 overlap"),
     "far pages overlap": (Plain(lambda page, run: page + 5 * run), "runs of different pages overlap"),
+    "pages overlap that are not looked at": (
+        Plain(
+            lambda page, run: 2 * page + 9 * run,
+            buffers=[(0, 25)],
+            length=lambda page, run: 512 + 488 * run,
+        ),
+        "runs of different pages overlap",
+    ),
     "twice": (Plain(lambda page, run: 2 * page), "runs of pages 0 and 0 overlap"),
     "sizes differ": (
         Plain(in_order, length=lambda page, run: 512 - page // 7),
@@ -353,6 +367,7 @@ CONTRADICTIONS: dict[str, tuple[Plain, str]] = {
         "of a page that has 1026",
     ),
     "copy": (Plain(in_order, get_data_page=lambda index, flat: torch.zeros(257)), "gives 1024 bytes of a page that has 1028"),
+    "more buffer": (Plain(in_order, buffers=[(0, 40)]), "which in 8 pages leaves some out"),
     "another buffer": (
         Plain(in_order, get_hybrid_pool_buffer=lambda: [torch.zeros(16 * 512, dtype=torch.uint8)]),
         "outside the pool's buffers",
@@ -393,7 +408,7 @@ def test_a_batch_must_be_answered_page_by_page() -> None:
 def test_a_buffer_that_no_page_has_a_part_in_is_missed() -> None:
     more = torch.zeros(64, dtype=torch.uint8)
     pool = Plain(in_order)
-    pool.__dict__["get_hybrid_pool_buffer"] = lambda: [pool.kv_buffer, more]
+    pool.__dict__["get_hybrid_pool_buffer"] = lambda: [*pool.kv_buffer, more]
     with pytest.raises(GeometryError, match="a buffer of 64 bytes has 0 bytes in a page"):
         of_pool(pool, "odd")
 
