@@ -132,6 +132,8 @@ class _Process:
         self._decoders: weakref.WeakKeyDictionary[Any, _Drain] = weakref.WeakKeyDictionary()
 
     def watch(self, listener: Listener) -> str:
+        if not self._listeners and self._last is None:
+            self._last = quietly("earlier updates", _earlier_update)
         blind = self._put_hooks()
         if all(held() is not listener for held in self._listeners):
             self._listeners.append(weakref.ref(listener))
@@ -423,6 +425,18 @@ def _succeeded(result: Any) -> bool:
 def _text(request: Any, name: str) -> str | None:
     value = getattr(request, name, None)
     return str(value) if value is not None and value != "" else None
+
+
+def _earlier_update() -> tuple[str | None, str | None, bool] | None:
+    """What newer releases remember of updates before anybody watched: a backend may be attached late. None: no update that left
+    a trace (one from tensors that named no version leaves none)."""
+    context = loaded("sglang.srt.runtime_context", "get_context")
+    entries = getattr(context(), "overrides_log", None) if callable(context) else None
+    changes: dict[str, Any] = {}
+    for source, fields in entries() if callable(entries) else ():
+        if source in ("model_runner.update_model_fields", "scheduler.weight_version"):
+            changes |= fields
+    return (changes.get("weight_version"), changes.get("model_path"), True) if changes else None
 
 
 def _belongs(listener: Any, backend: Any) -> bool:

@@ -132,11 +132,44 @@ def test_the_engines_own_version_is_read_where_the_release_keeps_it(monkeypatch:
     assert weight_updates.engine_weight_version() is None
 
 
-def test_without_a_scheduler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Deaf:
-        """Never told anything here."""
+class Ears:
+    """Remembers what it was told."""
 
-    listener: Any = Deaf()
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def weights_changing(self) -> None:
+        self.heard.append("changing")
+
+    def weights_changed(self, *what: Any) -> None:
+        self.heard.append(what)
+
+    def caches_flushed(self) -> None:
+        self.heard.append("flushed")
+
+
+def test_a_backend_attached_after_an_update_hears_of_it_from_sglangs_own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caches may still hold pages of the old weights: no flush is told."""
+    from sglang.srt import runtime_context
+
+    entries: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(runtime_context.get_context(), "_overrides_log", entries)
+    before, after = Ears(), Ears()
+    try:
+        weight_updates.watch(before)
+        weight_updates.unwatch()
+        entries.append(("arguments", {"page_size": 16}))
+        entries.append(("model_runner.update_model_fields", {"model_path": "/new", "load_format": "auto"}))
+        entries.append(("scheduler.weight_version", {"weight_version": "v2"}))
+        weight_updates.watch(after)
+    finally:
+        weight_updates.unwatch()
+    assert before.heard == []
+    assert after.heard == ["changing", ("v2", "/new", True)]
+
+
+def test_without_a_scheduler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Ears()
     monkeypatch.delitem(sys.modules, "sglang.srt.managers.scheduler", raising=False)
     try:
         assert "no SGLang scheduler" in weight_updates.watch(listener)
