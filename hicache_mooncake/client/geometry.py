@@ -60,7 +60,13 @@ def of_pool(pool: Any, name: str) -> PoolGeometry:
     pool's buffers, and for pages that are less than the whole page by any account that the pool gives of its bytes; NoBuffer
     for a pool that has none. Whether all pages are affine is concluded from the first two, the last and two between.
     """
-    return _Examination(pool, name).geometry()
+    examination = _Examination(pool, name)
+    try:
+        return examination.geometry()
+    except GeometryError:
+        raise
+    except Exception as error:
+        raise examination.refusal(f"its answers are not understood: {error!r}") from error
 
 
 class _Examination:

@@ -382,6 +382,7 @@ CONTRADICTIONS: dict[str, tuple[Plain, str]] = {
         Plain(in_order, shared_allocation_domain=SimpleNamespace(), get_page_buffer_element_size=lambda: 8),
         "its pages move, and it does not say",
     ),
+    "no list": (Plain(in_order, get_hybrid_pool_buffer=lambda: 7), "its answers are not understood: TypeError"),
     "raises": (Plain(lambda page, run: 1 // 0), "get_page_buffer_meta failed: ZeroDivisionError"),
 }
 
