@@ -5,20 +5,15 @@ One reference server without any cache gives the answers; it is stopped before t
 
 from __future__ import annotations
 
-import importlib.util
-import random
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from hicache_mooncake.testing.sglang_cpu.pool import MasterProcess, NodeProcess
-from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, stop_all
+from hicache_mooncake.testing.sglang_cpu.pool import NodeProcess
 from hicache_mooncake.testing.sglang_cpu.servers import (
     NO_CACHE,
     Answer,
@@ -28,33 +23,26 @@ from hicache_mooncake.testing.sglang_cpu.servers import (
     flush_cache,
     full_pages,
     generate,
-    pool_caching,
     start_servers,
     tokens_written_to_l3,
     wait_written_to_l3,
 )
-from hicache_mooncake.testing.sglang_cpu.tiny_model import make_tiny_model
+from hicache_mooncake.testing.sglang_cpu.tiny_model import Family
+from tests.e2e.support import (
+    ANSWER_TOKENS,
+    MARKS,
+    Engine,
+    Prompt,
+    ask,
+    ask_and_wait_until_written,
+    cached_tokens,
+    prompt,
+    running_hosts,
+)
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.sglang,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("sglang", "torch", "hicache_mooncake.backend")),
-        reason="needs sglang, torch and the storage backend",
-    ),
-]
+pytestmark = MARKS
 
-ANSWER_TOKENS = 24
 KV_BYTES_PER_TOKEN = 4096
-Prompt = tuple[int, ...]
-
-
-def prompt(seed: int, tokens: int) -> Prompt:
-    rng = random.Random(seed)
-    return (1, *(rng.randrange(3, 320) for _ in range(tokens - 1)))
-
-
 SHARED = prompt(1, 1101)
 NEXT_QUESTION = prompt(2, 90)
 RESTARTED = prompt(3, 901)
@@ -63,8 +51,8 @@ AFTER_THE_NODE = prompt(30, 701)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+def model(tiny_model: Callable[[Family], Path]) -> Path:
+    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -94,43 +82,9 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, logs: Path, uncached: dict[Prompt, Answer]) -> Iterator[Cluster]:
-    sockets = Path(tempfile.mkdtemp(prefix="hicache-e2e-"))  # pytest's own paths are too long for a UNIX socket
-    started: list[ManagedProcess] = []
-    try:
-        master = MasterProcess("master", log=logs / "master.log")
-        started.append(master)
-        master.start_and_wait()
-        nodes, engines = [], []
-        for x in "ab":
-            node = NodeProcess(f"node-{x}", socket_path=sockets / x, master=master, log=logs / f"node-{x}.log")
-            started.append(node)
-            node.start_and_wait()
-            nodes.append(node)
-            caching = pool_caching(node.socket_path, dynamic=x == "b")  # both ways to name the backend, sharing pages
-            engines.append(SglangServer(f"engine-{x}", model=model, caching=caching, log=logs / f"engine-{x}.log"))
-        started += engines
-        start_servers(engines)
-        yield Cluster(*engines, *nodes)
-    finally:
-        stop_all(started[::-1])
-        shutil.rmtree(sockets)
-
-
-def ask(server: SglangServer, ids: Prompt) -> Answer:
-    return generate(server.url, ids, max_new_tokens=ANSWER_TOKENS)
-
-
-def ask_and_wait_until_written(server: SglangServer, ids: Prompt) -> Answer:
-    """For prompts that share no page with what the server has written before."""
-    written = tokens_written_to_l3(server.url)
-    answer = ask(server, ids)
-    wait_written_to_l3(server.url, written + cached_tokens(ids, answer))
-    return answer
-
-
-def cached_tokens(ids: Prompt, answer: Answer) -> int:
-    """Tokens of the whole pages of a prompt and its answer; the last token of an answer is never computed."""
-    return full_pages(len(ids) + len(answer.output_ids) - 1)
+    # Both ways to name the backend, sharing pages.
+    with running_hosts(logs, Engine(model), Engine(model, dynamic=True)) as (a, b):
+        yield Cluster(a.engine, b.engine, a.node, b.node)
 
 
 def test_an_engine_on_another_host_reads_what_the_first_one_computed(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:

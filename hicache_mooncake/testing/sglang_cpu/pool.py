@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import sys
 from abc import abstractmethod
@@ -29,6 +31,19 @@ class _PoolProcess(ManagedProcess):
         except BaseException:
             self.stop()
             raise
+
+    def freeze(self) -> None:
+        """Stop it in the middle of whatever it does. `thaw` before it is stopped, or that takes as long as the grace."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for pid in self.descendants():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def __enter__(self) -> Self:
         self.start_and_wait()

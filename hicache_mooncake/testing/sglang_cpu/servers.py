@@ -1,4 +1,4 @@
-"""Starts real SGLang servers on CPU cores and asks them: `SglangServer`, `generate`, `chat`, `flush_cache`."""
+"""Starts real SGLang servers on CPU cores, asks and administers them: `SglangServer`, `generate`, `chat`, `attach_storage`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, Self
 from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, ProcessError, Progress, free_port, stop_all
 
 SHIMS = Path(__file__).parent / "shims"
+SHIM_PLUGINS = "cpu_hicache,cpu_models"
 PAGE_TOKENS = 16
 MAX_TOTAL_TOKENS = 8192
 MODEL_NAME = "tiny"
@@ -25,10 +26,15 @@ START_TIMEOUT_S = 400.0
 REQUEST_TIMEOUT_S = 180.0
 HICACHE_SIZE_GB = 1
 HOST = "127.0.0.1"
+_STORAGE = "/hicache/storage-backend"
 
 
 class ServerError(ProcessError):
     """A server did not start, or answered with an error."""
+
+
+class Refused(ServerError):
+    """A server understood what it was asked and said no; the message has its reason."""
 
 
 def own_environment() -> dict[str, str]:
@@ -44,8 +50,9 @@ def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env.update(
         PYTHONPATH=os.pathsep.join(path for path in paths if path),
         SGLANG_USE_CPU_ENGINE="1",
-        SGLANG_PLUGINS="cpu_hicache",
+        SGLANG_PLUGINS=SHIM_PLUGINS,
         SGLANG_HOST_IP=HOST,
+        SGLANG_MAMBA_CONV_DTYPE="float32",
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
@@ -67,45 +74,64 @@ NO_CACHE = Caching(("--disable-radix-cache",))
 """Every prompt is computed from its first token: the reference for answers and for cold TTFT."""
 
 
-def pool_caching(socket: Path, *, dynamic: bool = False) -> Caching:
-    """HiCache with its L3 in the pool, by the store node that listens on this UNIX socket.
+def pool_config(socket: Path, *, dynamic: bool = False) -> dict[str, object]:
+    """SGLang's extra config for its L3 in the pool, by the store node that listens on this UNIX socket.
 
-    The backend is named `mooncake`, by our plugin, or with `dynamic` loaded by SGLang's own loader, without the plugin.
-    `wait_complete` makes hits reproducible: the request waits for its pages, as long as the backend's own deadline allows.
+    For the name `dynamic` it says where SGLang's own loader finds the backend. One page is enough to ask L3 for.
     """
     config: dict[str, object] = {"socket": str(socket), "prefetch_threshold": PAGE_TOKENS}
     if dynamic:
         config |= {"backend_name": "mooncake", "module_path": "hicache_mooncake.backend", "class_name": "HiCacheMooncake"}
         config |= {"interface_v1": 1, "allocator": "shm"}
-    return Caching(
-        (
-            *("--enable-hierarchical-cache", "--hicache-size", str(HICACHE_SIZE_GB)),
-            *("--hicache-storage-prefetch-policy", "wait_complete"),
-            *("--hicache-storage-backend", "dynamic" if dynamic else "mooncake"),
-            *("--hicache-storage-backend-extra-config", json.dumps(config)),
-        ),
-        {"SGLANG_PLUGINS": "cpu_hicache" if dynamic else "cpu_hicache,hicache_mooncake"},
-    )
+    return config
+
+
+def pool_caching(socket: Path | None, *, dynamic: bool = False) -> Caching:
+    """HiCache with its L3 in the pool, or with none until one is attached (`socket` None).
+
+    The backend is named `mooncake`, by our plugin, or with `dynamic` loaded by SGLang's own loader, without the plugin.
+    `wait_complete` makes hits reproducible: the request waits for its pages, as long as the backend's own deadline allows.
+    """
+    args = ["--enable-hierarchical-cache", "--hicache-size", str(HICACHE_SIZE_GB)]
+    args += ["--hicache-storage-prefetch-policy", "wait_complete"]
+    if socket is not None:
+        args += ["--hicache-storage-backend", "dynamic" if dynamic else "mooncake"]
+        args += ["--hicache-storage-backend-extra-config", json.dumps(pool_config(socket, dynamic=dynamic))]
+    return Caching(tuple(args), {"SGLANG_PLUGINS": SHIM_PLUGINS if dynamic else f"{SHIM_PLUGINS},hicache_mooncake"})
 
 
 class SglangServer(ManagedProcess):
     """One `sglang.launch_server` on a free port of 127.0.0.1.
 
-    About 2.2 GB of memory, and 40 to 100 s to start on two cores, nearly all of it imports. `with SglangServer(...)` starts
-    it and waits until it answers.
+    About 2.2 GB of memory, and 30 to 100 s to start on two cores, nearly all of it imports; with HiCache 1 GB, and for every
+    further tensor-parallel rank 1.8 GB more. `with SglangServer(...)` starts it and waits until it answers.
     """
 
     def __init__(
-        self, name: str, *, model: Path, caching: Caching, log: Path, args: Sequence[str] = (), port: int | None = None
+        self,
+        name: str,
+        *,
+        model: Path,
+        caching: Caching,
+        log: Path,
+        tp: int = 1,
+        args: Sequence[str] = (),
+        port: int | None = None,
     ) -> None:
         self.port = port if port is not None else free_port()
+        self.tp = tp
         command = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", MODEL_NAME),
             *("--device", "cpu", "--dtype", "float32", "--host", HOST, "--port", str(self.port)),
             *("--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(MAX_TOTAL_TOKENS)),
             *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle", *caching.args, *args),
         ]
-        super().__init__(name, command, log=log, env=cpu_environment(caching.env))
+        env = dict(caching.env)
+        if tp > 1:
+            command += ["--tp-size", str(tp)]
+            cores = sorted(os.sched_getaffinity(0))  # unless told, SGLang wants a NUMA node for each rank
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+        super().__init__(name, command, log=log, env=cpu_environment(env))
 
     @property
     def url(self) -> str:
@@ -175,7 +201,12 @@ class Answer:
 
 
 def generate(
-    url: str, prompt: Sequence[int] | str, *, max_new_tokens: int = 24, timeout_s: float = REQUEST_TIMEOUT_S
+    url: str,
+    prompt: Sequence[int] | str,
+    *,
+    max_new_tokens: int = 24,
+    timeout_s: float = REQUEST_TIMEOUT_S,
+    on_first_token: Callable[[], None] | None = None,
 ) -> Answer:
     """Greedy, exactly `max_new_tokens` tokens (end-of-sequence is ignored). Raises `ServerError`."""
     body: dict[str, object] = {
@@ -196,6 +227,8 @@ def generate(
                     raise ServerError(f"{url}/generate answered: {event['error']}")
                 if first is None and event.get("output_ids"):
                     first = time.monotonic() - began
+                    if on_first_token is not None:
+                        on_first_token()
                 last = event
     except (OSError, HTTPException) as error:
         raise ServerError(f"{url}/generate failed after {time.monotonic() - began:.1f} s: {error!r}") from error
@@ -238,13 +271,31 @@ def chat(
     )
 
 
-def flush_cache(url: str, *, timeout_s: float = 30.0) -> None:
+def flush_cache(url: str, *, timeout_s: float = 30.0, admin_key: str | None = None) -> None:
     """Drop L1 and L2, never L3. The server refuses while requests run or pages are still written: it is given `timeout_s`."""
-    try:
-        with _post(f"{url}/flush_cache?timeout={timeout_s}", {}, timeout_s + 10) as response:
-            response.read()
-    except (OSError, HTTPException) as error:
-        raise ServerError(f"{url}/flush_cache failed: {error!r}") from error
+    _admin(f"{url}/flush_cache?timeout={timeout_s}", {}, timeout_s + 10, admin_key)
+
+
+def attach_storage(url: str, backend: str, config: Mapping[str, object], *, admin_key: str, timeout_s: float = 60.0) -> None:
+    """Give a running server an L3. Raises `Refused` while it is not idle, or when the backend did not come up."""
+    body = {"hicache_storage_backend": backend, "hicache_storage_backend_extra_config_json": json.dumps(config)}
+    _admin(f"{url}{_STORAGE}", body, timeout_s, admin_key, method="PUT")
+
+
+def detach_storage(url: str, *, admin_key: str, timeout_s: float = 60.0) -> None:
+    """Take the L3 away. Raises `Refused` while the server is not idle, or when a storage thread did not end within 10 s."""
+    _admin(f"{url}{_STORAGE}", None, timeout_s, admin_key, method="DELETE")
+
+
+def attached_storage(url: str, *, admin_key: str, timeout_s: float = 10.0) -> str | None:
+    """Name of the backend that is attached, None without."""
+    name = json.loads(_admin(f"{url}{_STORAGE}", None, timeout_s, admin_key, method="GET"))["hicache_storage_backend"]
+    return None if name is None else str(name)
+
+
+def clear_storage(url: str, *, admin_key: str | None = None, timeout_s: float = 60.0) -> None:
+    """Have the backend forget this model's pages. SGLang answers with success whatever the backend does."""
+    _admin(f"{url}{_STORAGE}/clear", {}, timeout_s, admin_key)
 
 
 def is_healthy(url: str) -> bool:
@@ -292,13 +343,29 @@ def full_pages(tokens: int) -> int:
 
 
 def _post(url: str, body: Mapping[str, object], timeout_s: float) -> HTTPResponse:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return _send(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), timeout_s)
+
+
+def _send(request: urllib.request.Request, timeout_s: float) -> HTTPResponse:
     try:
         response = urllib.request.urlopen(request, timeout=timeout_s)
     except urllib.error.HTTPError as error:
-        raise ServerError(f"{url} answered {error.code}: {error.read()[:500].decode(errors='replace')}") from error
+        text = f"{request.full_url} answered {error.code}: {error.read()[:500].decode(errors='replace')}"
+        raise (Refused if error.code == 400 else ServerError)(text) from error
     assert isinstance(response, HTTPResponse)
     return response
+
+
+def _admin(url: str, body: Mapping[str, object] | None, timeout_s: float, key: str | None, *, method: str = "POST") -> bytes:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    if key is not None:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with _send(request, timeout_s) as response:
+            return response.read()
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{url} failed: {error!r}") from error
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:

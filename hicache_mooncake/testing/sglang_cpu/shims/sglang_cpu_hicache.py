@@ -7,8 +7,8 @@ Three things stop HiCache on CPU in SGLang 0.5.23:
    written as plain torch indexing. Streams and events are no-ops on CPU, so they run on the scheduler thread;
 3. ten GiB of host memory must stay free beside the host pool, more than a laptop has. Here it is 1 GiB.
 
-It covers MHA models, layouts layer_first, page_first and page_first_direct, I/O backends `kernel` and `direct`. It does nothing
-unless SGLang runs on its CPU engine.
+It covers MHA, MLA and Mamba pools, layouts layer_first, page_first and page_first_direct, I/O backends `kernel` and `direct`.
+It does nothing unless SGLang runs on its CPU engine.
 """
 
 import ctypes
@@ -86,6 +86,38 @@ def transfer_kv_all_layer_lf_pf(
             rows[dst_indices, layer] = _rows_at(src[layer], src_rows, item_size)[src_indices]
 
 
+def transfer_kv_per_layer_mla(src, dst, src_indices, dst_indices, item_size, **_):
+    dst[dst_indices] = src[src_indices]
+
+
+def transfer_kv_per_layer_mla_pf_lf(src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim, **_):
+    dst[dst_indices] = src[src_indices, layer_id]
+
+
+def transfer_kv_all_layer_mla(src_layers, dst_layers, src_indices, dst_indices, item_size, num_layers, **_):
+    """Device and host layers come as tensors of addresses."""
+    src_rows, dst_rows = _row_count(src_indices), _row_count(dst_indices)
+    for layer in range(num_layers):
+        source = _rows_at(src_layers[layer], src_rows, item_size)
+        _rows_at(dst_layers[layer], dst_rows, item_size)[dst_indices] = source[src_indices]
+
+
+def transfer_kv_all_layer_mla_lf_pf(src_layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers, **_):
+    src_rows = _row_count(src_indices)
+    rows = _rows_at(dst.data_ptr(), dst.shape[0], dst_layout_dim).view(-1, num_layers, item_size)
+    for layer in range(num_layers):
+        rows[dst_indices, layer] = _rows_at(src_layers[layer], src_rows, item_size)[src_indices]
+
+
+def transfer_kv_mamba_pf_lf(src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim, **_):
+    """Host (slot, layer, 1, ...) to one device layer (slot, ...)."""
+    dst[dst_indices] = src[src_indices, layer_id, 0]
+
+
+def transfer_kv_mamba_lf_pf(src_ptrs, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers, **_):
+    transfer_kv_all_layer_mla_lf_pf(src_ptrs, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers)
+
+
 _COPIES = (
     transfer_kv_direct,
     transfer_kv_per_layer_direct_pf_lf,
@@ -94,6 +126,12 @@ _COPIES = (
     transfer_kv_per_layer_pf_lf,
     transfer_kv_all_layer,
     transfer_kv_all_layer_lf_pf,
+    transfer_kv_per_layer_mla,
+    transfer_kv_per_layer_mla_pf_lf,
+    transfer_kv_all_layer_mla,
+    transfer_kv_all_layer_mla_lf_pf,
+    transfer_kv_mamba_pf_lf,
+    transfer_kv_mamba_lf_pf,
 )
 
 
@@ -108,11 +146,12 @@ def activate():
 
     if not is_cpu():
         return
-    from sglang.srt.mem_cache.pool_host import base, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, mamba, mha, mla
 
-    HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _without_pinned_memory, HookType.BEFORE)
+    for pool in ("base.HostKVCache", "mamba.MambaPoolHost"):
+        HookRegistry.register(f"sglang.srt.mem_cache.pool_host.{pool}.__init__", _without_pinned_memory, HookType.BEFORE)
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = min(base.HICACHE_HOST_MEMORY_RESERVE_BYTES, HOST_MEMORY_RESERVE_BYTES)
-    for module in (mha, mla):
+    for module in (mha, mla, mamba):
         for copy in _COPIES:
             if not hasattr(module, copy.__name__):
                 setattr(module, copy.__name__, copy)

@@ -1,0 +1,22 @@
+"""One tiny model of a family for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hicache_mooncake.testing.sglang_cpu.tiny_model import Family, make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
+    base = tmp_path_factory.mktemp("models")
+
+    @cache
+    def make(family: Family) -> Path:
+        return make_tiny_model(base / family, family)
+
+    return make

@@ -1,0 +1,115 @@
+"""What the end-to-end tests share: prompts, hosts with a node and an engine each, and asking so that hits are certain."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hicache_mooncake.testing.sglang_cpu.pool import MasterProcess, NodeProcess
+from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, stop_all
+from hicache_mooncake.testing.sglang_cpu.servers import (
+    Answer,
+    SglangServer,
+    full_pages,
+    generate,
+    pool_caching,
+    start_servers,
+    tokens_written_to_l3,
+    wait_written_to_l3,
+)
+
+MARKS = [
+    pytest.mark.e2e,
+    pytest.mark.sglang,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("sglang", "torch", "hicache_mooncake.backend")),
+        reason="needs sglang, torch and the storage backend",
+    ),
+]
+ANSWER_TOKENS = 24
+Prompt = tuple[int, ...]
+
+
+def prompt(seed: int, tokens: int) -> Prompt:
+    rng = random.Random(seed)
+    return (1, *(rng.randrange(3, 320) for _ in range(tokens - 1)))
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How one host's engine is started. Without `attached` it has no L3 until it is given one."""
+
+    model: Path
+    tp: int = 1
+    dynamic: bool = False
+    attached: bool = True
+    args: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Host:
+    engine: SglangServer
+    node: NodeProcess
+
+
+@contextlib.contextmanager
+def running_hosts(logs: Path, *engines: Engine) -> Iterator[list[Host]]:
+    """A master, and for each engine a store node of its own; everything is ended at the end."""
+    sockets = Path(tempfile.mkdtemp(prefix="hicache-e2e-"))  # pytest's own paths are too long for a UNIX socket
+    started: list[ManagedProcess] = []
+    try:
+        master = MasterProcess("master", log=logs / "master.log")
+        started.append(master)
+        master.start_and_wait()
+        hosts = []
+        for letter, engine in zip("abcd", engines, strict=False):
+            node = NodeProcess(f"node-{letter}", socket_path=sockets / letter, master=master, log=logs / f"node-{letter}.log")
+            started.append(node)
+            node.start_and_wait()
+            server = SglangServer(
+                f"engine-{letter}",
+                model=engine.model,
+                caching=pool_caching(node.socket_path if engine.attached else None, dynamic=engine.dynamic),
+                log=logs / f"engine-{letter}.log",
+                tp=engine.tp,
+                args=engine.args,
+            )
+            hosts.append(Host(server, node))
+        started += [host.engine for host in hosts]
+        start_servers([host.engine for host in hosts])
+        yield hosts
+    finally:
+        for process in started:
+            if isinstance(process, NodeProcess):
+                process.thaw()
+        stop_all(started[::-1])
+        shutil.rmtree(sockets)
+
+
+def ask(server: SglangServer, ids: Prompt) -> Answer:
+    return generate(server.url, ids, max_new_tokens=ANSWER_TOKENS)
+
+
+def ask_and_wait_until_written(server: SglangServer, ids: Prompt, *, known: int = 0, copies: int = 1) -> Answer:
+    """Returns when the pages of the prompt and its answer are in L3: all but the first `known` tokens, which were before.
+
+    `copies`: ranks that write, each its part of every page.
+    """
+    written = tokens_written_to_l3(server.url)
+    answer = ask(server, ids)
+    wait_written_to_l3(server.url, written + copies * (cached_tokens(ids, answer) - known))
+    return answer
+
+
+def cached_tokens(ids: Prompt, answer: Answer) -> int:
+    """Tokens of the whole pages of a prompt and its answer; the last token of an answer is never computed."""
+    return full_pages(len(ids) + len(answer.output_ids) - 1)
