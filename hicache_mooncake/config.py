@@ -77,6 +77,7 @@ class Settings:
     copy_mode: str = "auto"
     model_id: str = ""
     weight_version: str = ""
+    share_weight_versions: bool = False
     share_across_tp: bool = False
     kv_heads: int = 0
     """0: read from SGLang's model configuration."""

@@ -153,6 +153,16 @@ SETTINGS: tuple[Setting, ...] = (
         "weights are then misses. A live update through SGLang names its own (weight_version in the request).",
     ),
     Setting(
+        "share_weight_versions",
+        "HICACHE_MOONCAKE_SHARE_WEIGHT_VERSIONS",
+        ("share_weight_versions",),
+        parse_bool,
+        "false",
+        "Engines whose weights were updated live, not from files, share pages if the updates named one weight_version. Only "
+        "for versions that never come again: a trainer that counts 1, 2, 3 in every run needs another `tag` for each. Without "
+        "it such pages are the engine's own.",
+    ),
+    Setting(
         "share_across_tp",
         "HICACHE_MOONCAKE_SHARE_ACROSS_TP",
         ("share_across_tp",),

@@ -52,6 +52,8 @@ class Namespace:
     head_dim: int | None = None
     v_head_dim: int | None = None
     kv_cache_dim: int | None = None
+    details: tuple[str, ...] = ()
+    """What else this kind of pool says of the form of its bytes, and the engine of how it computes them: `name=value` each."""
     run_bytes: tuple[int, ...] = ()
     """Lengths of the contiguous parts of one page, in body order."""
     head_range: tuple[int, ...] = ()
@@ -91,7 +93,7 @@ class Namespace:
         return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]
 
 
-def _canonical(value: str | int | tuple[int, ...] | None) -> bytes:
+def _canonical(value: str | int | tuple[int, ...] | tuple[str, ...] | None) -> bytes:
     if value is None:
         return b"n"
     if isinstance(value, bool):
@@ -100,7 +102,8 @@ def _canonical(value: str | int | tuple[int, ...] | None) -> bytes:
         return b"i%d" % value
     if isinstance(value, str):
         return b"s" + value.encode()
-    return b"t" + b",".join(b"%d" % item for item in value)
+    parts = [_canonical(item) for item in value]
+    return b"t" + b"".join(struct.pack("<I", len(part)) + part for part in parts)
 
 
 def pack_hashes(keys: Sequence[str]) -> tuple[bytes, list[int]]:

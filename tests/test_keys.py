@@ -29,7 +29,7 @@ def other_value(value: Any) -> list[Any]:
     if isinstance(value, int):
         return [value + 1, None]
     if isinstance(value, tuple):
-        return [(), (*value, 1), (int("".join(map(str, value))),) if value else (1,)]
+        return [(), (*value, 1), (int("".join(map(str, value))),) if value else (2,)]
     return [value + "x", "0", ""] if value else ["x", "0"]
 
 

@@ -29,11 +29,34 @@ TEXT_TRAPS = ["", "0", "1", "-1", "None", "null", "n", "s", "i0", "t", "()", "a"
               "\u0661"]  # fmt: skip
 NUMBER_TRAPS = [0, 1, -1, 2, 10, 11, 2**31, 2**32, 2**63, -(2**63)]
 TUPLE_TRAPS: list[tuple[int, ...]] = [(), (0,), (1, 2), (12,), (1, 2, 3), (12, 3), (1, 23), (123,), (-1,), (1, -1)]
-TRAPS: dict[str, list[Any]] = {"str": TEXT_TRAPS, "int": NUMBER_TRAPS, "tuple[int, ...]": TUPLE_TRAPS}
+TEXT_TUPLE_TRAPS: list[tuple[str, ...]] = [
+    (),
+    ("",),
+    ("", ""),
+    ("a", "b"),
+    ("a,b",),
+    ("ab",),
+    ("sa", "b"),
+    ("1",),
+    ("a=b", "c"),
+    ("a", "=bc"),
+]
+TRAPS: dict[str, list[Any]] = {
+    "str": TEXT_TRAPS,
+    "int": NUMBER_TRAPS,
+    "tuple[int, ...]": TUPLE_TRAPS,
+    "tuple[str, ...]": TEXT_TUPLE_TRAPS,
+}
 TEXTS = st.sampled_from(TEXT_TRAPS) | st.text(max_size=8)
 NUMBERS = st.sampled_from(NUMBER_TRAPS) | st.integers(-5, 300)
 TUPLES = st.sampled_from(TUPLE_TRAPS) | st.lists(NUMBERS, max_size=3).map(tuple)
-STRATEGIES: dict[str, st.SearchStrategy[Any]] = {"str": TEXTS, "int": NUMBERS, "tuple[int, ...]": TUPLES}
+TEXT_TUPLES = st.sampled_from(TEXT_TUPLE_TRAPS) | st.lists(TEXTS, max_size=3).map(tuple)
+STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
+    "str": TEXTS,
+    "int": NUMBERS,
+    "tuple[int, ...]": TUPLES,
+    "tuple[str, ...]": TEXT_TUPLES,
+}
 
 
 def kind_of(field: dataclasses.Field[Any]) -> tuple[str, bool]:

@@ -270,7 +270,7 @@ def _certain_total(pool: Any, tp_size: int) -> int:
     must(type(pool).__name__ in _CLASSES, "this class of host pool is not known")
     must("draft" not in str(getattr(pool, "pool_label", "")), "the pool is a draft model's")
     must(getattr(pool, "target_layer_num", pool.layer_num) == pool.layer_num, "draft layers are packed into the pool")
-    arguments: Any = weights._server_args()
+    arguments: Any = weights.server_args()
     must(arguments is not None, "there is no SGLang server in this process")
     must(
         getattr(arguments, "quantization_param_path", None) is None, "quantization_param_path may give each rank its own scales"

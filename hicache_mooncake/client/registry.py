@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
+import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hicache_mooncake import __version__
@@ -41,6 +44,7 @@ class Registry:
         self._next_weights: Weights | None = None
         """After an update of the weights, until the caches are flushed."""
         self._flushed = False
+        self._updates = 0
 
     # ------------------------------------------------------------------ pools
 
@@ -205,9 +209,15 @@ class Registry:
                     off,
                 )
                 return
-            loaded = weights.of_engine(model_path) if model_path else self._weights.model_id
-            operators = self._settings.model_id
-            self._next_weights = Weights(operators or loaded, version or (loaded if operators else ""))
+            self._updates += 1
+            if model_path:
+                loaded = weights.of_engine(model_path)
+                operators = self._settings.model_id
+                self._next_weights = Weights(operators or loaded, f"{loaded if operators else ''} {version or ''}".strip())
+            else:
+                # A trainer counts 1, 2, 3, and so did the one before it; and one version may come in several parts.
+                whose = "" if self._settings.share_weight_versions else f" of {engine_nonce()}"
+                self._next_weights = Weights(self._weights.model_id, f"{version} update {self._updates}{whose}")
             self._adopt_weights()
 
     def caches_flushed(self) -> None:
@@ -224,3 +234,15 @@ class Registry:
         pools = {name: self._stored(pool.pool, pool.geometry) for name, pool in self.view.pools.items()}
         self.view = dataclasses.replace(self.view, pools=pools, off="")
         log.info("the weights were updated: pages are stored and found as of version %r", self._weights.version)
+
+
+def engine_nonce() -> str:
+    """Something that all ranks of one engine on this host have in common, and no other engine ever has: their parent process.
+    Ranks on other hosts have another one, and then share no pages of such weights; that is the safe side."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (OSError, IndexError):
+        return uuid.uuid4().hex
+    return f"{boot} {parent} {started}"

@@ -29,7 +29,7 @@ _ARGUMENTS = ("quantization", "weight_version")
 def of_engine(model_path: str | None = None) -> str:
     """Fingerprint of the weights that the SGLang process we are in serves; "" when it does not tell (older releases, tests).
     `model_path`: from there instead, after an update of the weights."""
-    arguments = _server_args()
+    arguments = server_args()
     model_path = model_path or getattr(arguments, "model_path", None)
     if not model_path:
         return ""
@@ -53,6 +53,12 @@ def of_engine(model_path: str | None = None) -> str:
             _frame(sha, str(model_path).encode())
             log.warning("cannot read the weights in %s (%s): its pages are told apart by that path alone", place, error)
     return sha.hexdigest()[:32]
+
+
+def of_draft() -> str:
+    """Fingerprint of the draft model's weights, "" without one: of a draft's pool, or its layers in the target's."""
+    path = getattr(server_args(), "speculative_draft_model_path", None)
+    return of_engine(str(path)) if path else ""
 
 
 def of_files(place: Path) -> str:
@@ -138,7 +144,8 @@ def _frame(sha: Any, data: bytes) -> None:
     sha.update(data)
 
 
-def _server_args() -> Any:
+def server_args() -> Any:
+    """SGLang's arguments, of the engine that this process belongs to; None where there is none."""
     for module, function in (
         ("sglang.srt.runtime_context", "get_server_args"),
         ("sglang.srt.server_args", "get_global_server_args"),
