@@ -10,6 +10,7 @@ import pytest
 from hicache_mooncake.backend import HiCacheMooncake
 from hicache_mooncake.testing.local import pattern
 from tests.sglang.conftest import MakeBackend
+from tests.sglang.matrix import Supports
 from tests.sglang.pools import LAYERS, PAGE_SIZE, indices, key, mha_pool, scramble
 
 HEAD_DIM = 32
@@ -76,7 +77,7 @@ def holds_heads(pool: Any, page: int, name: str, held: range) -> bool:
     ],
 )
 def test_any_size_reads_what_any_other_wrote(
-    make_backend: MakeBackend, total: int, writers: tuple[int, str], readers: tuple[int, str]
+    make_backend: MakeBackend, supports: Supports, total: int, writers: tuple[int, str], readers: tuple[int, str]
 ) -> None:
     names = [key((total, writers, readers, i)) for i in range(3)]
     for backend, pool, held in ranks(make_backend, total, *writers):
@@ -88,6 +89,7 @@ def test_any_size_reads_what_any_other_wrote(
         scramble(pool)
         assert backend.batch_get_v1(names, indices(7, 3, 5)) == [True] * 3
         assert all(holds_heads(pool, page, name, held) for page, name in zip((7, 3, 5), names, strict=True))
+    supports(family="mha", layout=readers[1], shape="another TP size")
 
 
 def test_heads_that_several_ranks_hold_are_stored_once(make_backend: MakeBackend) -> None:
