@@ -15,6 +15,7 @@ import tests.sglang.old_releases  # noqa: F401  lets another release be imported
 
 def main(socket_path: str) -> dict[str, Any]:
     import sglang
+    import sglang.srt.managers.scheduler  # as in an engine's process: below 0.5.20 requests are told apart in it
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import xxhash
+from sglang.srt.mem_cache import utils
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 from hicache_mooncake import protocol as p
@@ -21,6 +23,9 @@ from hicache_mooncake.testing import BackendTests
 from hicache_mooncake.transfer.mapping import Mapping
 from tests.conftest import NodeProcess
 from tests.sglang.matrix import Supports
+
+if not hasattr(utils, "storage_namespace_seed"):  # before 0.5.20 requests are told apart in the scheduler, if there is one
+    importlib.import_module("sglang.srt.managers.scheduler")
 
 
 class Saboteur:
