@@ -96,7 +96,7 @@ def test_what_fares_alike_is_one_line() -> None:
         "| family | layouts | shapes | 0.5.14 | 0.5.9 |",
         "|---|---|---|---|---|",
         "| MHA | layer_first, page_first | one rank | yes | yes |",
-        "|  | page_first | TP 2, TP 16 | yes | – |",
+        "|  | page_first | TP 2; TP 16 | yes | – |",
         "| MXFP4 | page_first | one rank | no [1] | – |",
         "| MXFP8 | page_first | one rank | no [1] | – |",
     ]

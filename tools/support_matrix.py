@@ -103,7 +103,7 @@ def render(matrix: Matrix) -> str:
             for layout, shapes in layouts.items():
                 by_shapes.setdefault(tuple(shapes), []).append(layout)
             for shapes_alike, layouts_alike in by_shapes.items():
-                cells = [name, ", ".join(layouts_alike), ", ".join(shapes_alike), *map(cell, fares)]
+                cells = [name, ", ".join(layouts_alike), "; ".join(shapes_alike), *map(cell, fares)]
                 lines.append("| " + " | ".join(cells) + " |")
                 name = ""
     text = INTRO + "\n" + "\n".join(lines) + "\n"
