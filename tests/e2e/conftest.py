@@ -11,6 +11,10 @@ import pytest
 from hicache_mooncake.testing.sglang_cpu.tiny_model import Family, make_tiny_model
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: starts servers for more than the first proof")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Family], Path]:
     base = tmp_path_factory.mktemp("models")

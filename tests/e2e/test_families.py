@@ -39,6 +39,8 @@ pytestmark = MARKS
 CONVERSATION = [prompt(1, 701), prompt(2, 120), prompt(3, 100), prompt(4, 90)]
 # Leaves the first turn's prompt inside a page, long before its end.
 BRANCH = [(*CONVERSATION[0][:409], *prompt(5, 60))]
+# Ends with a page, one before it and one after it.
+ENDS = [[prompt(6 + i, 480 + i)] for i in (-1, 0, 1)]
 
 MAMBA_SLOTS = 64
 # SGLang keeps recurrent states at the last chunk boundary of a prefill. It also does at multiples of 256 tokens while decoding;
@@ -53,6 +55,7 @@ class Pair:
     b: Host
     conversation: list[Turn]
     branch: Turn
+    ends: list[Turn]
 
 
 def kept(family: Family, ids: Prompt, answer: Answer | None = None) -> int:
@@ -62,20 +65,24 @@ def kept(family: Family, ids: Prompt, answer: Answer | None = None) -> int:
     return full_pages(len(ids) - 1) if answer is None else cached_tokens(ids, answer)
 
 
-@pytest.fixture(scope="module", params=["deepseek", "mellum", "qwen3-next"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("deepseek", marks=pytest.mark.slow), "mellum", pytest.param("qwen3-next", marks=pytest.mark.slow)],
+)
 def pair(
     request: pytest.FixtureRequest, tiny_model: Callable[[Family], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
     family: Family = request.param
     model = tiny_model(family)
-    conversation, branch = reference_answers(model, [CONVERSATION, BRANCH], max_new_tokens=ANSWER_TOKENS)
+    conversation, *others = reference_answers(model, [CONVERSATION, BRANCH, *ENDS], max_new_tokens=ANSWER_TOKENS)
+    branch, *ends = (turns[0] for turns in others)
     # Every rank of an MLA model holds the same pages: written once, and another number of ranks reads them too.
     tp = 2 if family == "deepseek" else 1
     args = ("--max-mamba-cache-size", str(MAMBA_SLOTS)) if family == "qwen3-next" else ()
     with running_hosts(
         tmp_path_factory.mktemp(family), Engine(model, tp=tp, args=args), Engine(model, dynamic=True, args=args)
     ) as (a, b):
-        yield Pair(family, a, b, conversation, branch[0])
+        yield Pair(family, a, b, conversation, branch, ends)
 
 
 def test_a_conversation_goes_on_on_another_engine(pair: Pair) -> None:
@@ -112,3 +119,14 @@ def test_a_prompt_that_leaves_a_known_one_gets_no_part_of_it_that_is_not_whole(p
     answer = ask(pair.b.engine, ids)
     assert answer.output_ids == right
     assert answer.cached == Cached(storage=full_pages(409) if pair.family == "deepseek" else 0)
+
+
+def test_no_page_is_lost_at_the_end_of_a_prompt(pair: Pair) -> None:
+    for ids, right in pair.ends:
+        written = tokens_written_to_l3(pair.a.engine.url)
+        answer = ask(pair.a.engine, ids)
+        assert answer.output_ids == right
+        wait_written_to_l3(pair.a.engine.url, written + kept(pair.family, ids, answer))
+        again = ask(pair.b.engine, ids)
+        assert again.output_ids == right
+        assert again.cached == Cached(storage=kept(pair.family, ids))

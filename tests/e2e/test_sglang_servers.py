@@ -1,6 +1,6 @@
 """Real SGLang servers on CPU, each with the store node of its own host: what they share, and what they survive.
 
-One reference server without any cache gives the answers; it is stopped before the others start, so 6 GiB of memory are enough.
+What is right is what transformers answers, which knows neither SGLang nor a cache.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake.testing.sglang_cpu.pool import NodeProcess
+from hicache_mooncake.testing.sglang_cpu.reference import reference_answers
 from hicache_mooncake.testing.sglang_cpu.servers import (
-    NO_CACHE,
     Answer,
     Cached,
     SglangServer,
@@ -48,6 +48,7 @@ NEXT_QUESTION = prompt(2, 90)
 RESTARTED = prompt(3, 901)
 UNDER_LOAD = [prompt(10 + i, 403 + 37 * i) for i in range(6)]
 AFTER_THE_NODE = prompt(30, 701)
+SALTED = prompt(31, 401)
 
 
 @pytest.fixture(scope="module")
@@ -56,20 +57,10 @@ def model(tiny_model: Callable[[Family], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs")
-
-
-@pytest.fixture(scope="module")
-def uncached(model: Path, logs: Path) -> dict[Prompt, Answer]:
-    """What a server without any cache answers, by prompt."""
-    answers: dict[Prompt, Answer] = {}
-    with SglangServer("uncached", model=model, caching=NO_CACHE, log=logs / "uncached.log") as server:
-        for ids in (SHARED, RESTARTED, AFTER_THE_NODE, *UNDER_LOAD):
-            answers[ids] = generate(server.url, ids, max_new_tokens=ANSWER_TOKENS)
-        second_turn = (*SHARED, *answers[SHARED].output_ids, *NEXT_QUESTION)
-        answers[second_turn] = generate(server.url, second_turn, max_new_tokens=ANSWER_TOKENS)
-    return answers
+def right(model: Path) -> dict[Prompt, tuple[int, ...]]:
+    """The answers, by prompt."""
+    talks = [[SHARED, NEXT_QUESTION], *([ids] for ids in (RESTARTED, AFTER_THE_NODE, *UNDER_LOAD))]
+    return dict(turn for talk in reference_answers(model, talks, max_new_tokens=ANSWER_TOKENS) for turn in talk)
 
 
 @dataclass
@@ -81,32 +72,47 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path, logs: Path, uncached: dict[Prompt, Answer]) -> Iterator[Cluster]:
-    # Both ways to name the backend, sharing pages.
-    with running_hosts(logs, Engine(model), Engine(model, dynamic=True)) as (a, b):
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    # Both ways to name the backend, sharing pages; one computes prompts in chunks.
+    a_engine, b_engine = Engine(model, args=("--chunked-prefill-size", "512")), Engine(model, dynamic=True)
+    with running_hosts(tmp_path_factory.mktemp("logs"), a_engine, b_engine) as (a, b):
         yield Cluster(a.engine, b.engine, a.node, b.node)
 
 
-def test_an_engine_on_another_host_reads_what_the_first_one_computed(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:
+def test_an_engine_on_another_host_reads_what_the_first_one_computed(
+    cluster: Cluster, right: dict[Prompt, tuple[int, ...]]
+) -> None:
     sent = cluster.node_a.metric("remote_sent_bytes_total")
     first = ask_and_wait_until_written(cluster.a, SHARED)
     assert first.cached == Cached()
-    assert first.output_ids == uncached[SHARED].output_ids
+    assert first.output_ids == right[SHARED]
 
     second = ask(cluster.b, SHARED)
     assert second.cached == Cached(storage=full_pages(len(SHARED)))
-    assert second.output_ids == uncached[SHARED].output_ids
+    assert second.output_ids == right[SHARED]
     moved = cluster.node_a.metric("remote_sent_bytes_total") - sent
     assert moved == full_pages(len(SHARED)) * KV_BYTES_PER_TOKEN
 
 
-def test_the_next_turn_finds_the_pages_of_the_answer_too(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:
+def test_the_next_turn_finds_the_pages_of_the_answer_too(cluster: Cluster, right: dict[Prompt, tuple[int, ...]]) -> None:
     first = ask(cluster.a, SHARED)
     flush_cache(cluster.b.url)
     second_turn = (*SHARED, *first.output_ids, *NEXT_QUESTION)
     answer = ask(cluster.b, second_turn)
     assert answer.cached == Cached(storage=cached_tokens(SHARED, first))
-    assert answer.output_ids == uncached[second_turn].output_ids
+    assert answer.output_ids == right[second_turn]
+
+
+def test_a_cache_salt_keeps_apart_what_is_equal_otherwise(cluster: Cluster) -> None:
+    def salted(server: SglangServer, salt: str | None) -> Cached:
+        return generate(server.url, SALTED, max_new_tokens=1, cache_salt=salt).cached
+
+    written = tokens_written_to_l3(cluster.a.url)
+    assert salted(cluster.a, "mine") == Cached()
+    wait_written_to_l3(cluster.a.url, written + full_pages(len(SALTED)))
+    assert salted(cluster.b, None) == Cached()
+    assert salted(cluster.b, "yours") == Cached()
+    assert salted(cluster.b, "mine") == Cached(storage=full_pages(len(SALTED) - 1))
 
 
 def test_openai_chat_finds_its_history_on_the_other_host(cluster: Cluster) -> None:
@@ -120,14 +126,14 @@ def test_openai_chat_finds_its_history_on_the_other_host(cluster: Cluster) -> No
     assert second.text == first.text
 
 
-def test_an_engine_that_was_killed_finds_its_cache_warm(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:
+def test_an_engine_that_was_killed_finds_its_cache_warm(cluster: Cluster, right: dict[Prompt, tuple[int, ...]]) -> None:
     ask_and_wait_until_written(cluster.a, RESTARTED)
     cluster.a.kill()
     start_servers([cluster.a])
     sent = cluster.node_b.metric("remote_sent_bytes_total")  # after SGLang's own warm-up prompt
     answer = ask(cluster.a, RESTARTED)
     assert answer.cached == Cached(storage=full_pages(len(RESTARTED)))
-    assert answer.output_ids == uncached[RESTARTED].output_ids
+    assert answer.output_ids == right[RESTARTED]
     assert cluster.node_b.metric("remote_sent_bytes_total") == sent, "the pages were on this host"
 
 
@@ -167,7 +173,7 @@ class Load:
             self.error = error
 
 
-def test_a_node_that_is_killed_under_load_costs_no_answer(cluster: Cluster, uncached: dict[Prompt, Answer]) -> None:
+def test_a_node_that_is_killed_under_load_costs_no_answer(cluster: Cluster, right: dict[Prompt, tuple[int, ...]]) -> None:
     engine = cluster.a.pid
     for ids in UNDER_LOAD:
         ask(cluster.a, ids)
@@ -183,7 +189,7 @@ def test_a_node_that_is_killed_under_load_costs_no_answer(cluster: Cluster, unca
         load.wait_for_more(2)
     assert load.error is None
     for ids, answer in load.answers:
-        assert answer.output_ids == uncached[ids].output_ids
+        assert answer.output_ids == right[ids]
     assert dead.cached == Cached(), "nothing could come from a node that is dead"
     assert max(answer.total_s for _, answer in load.answers) < 30
 
@@ -193,7 +199,7 @@ def test_a_node_that_is_killed_under_load_costs_no_answer(cluster: Cluster, unca
         time.sleep(2.0)
         flush_cache(cluster.a.url)
         answer = ask(cluster.a, AFTER_THE_NODE)
-        assert answer.output_ids == uncached[AFTER_THE_NODE].output_ids
+        assert answer.output_ids == right[AFTER_THE_NODE]
         if answer.cached.storage:
             break
         flush_cache(cluster.a.url)

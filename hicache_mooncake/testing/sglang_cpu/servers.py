@@ -206,13 +206,17 @@ def generate(
     *,
     max_new_tokens: int = 24,
     timeout_s: float = REQUEST_TIMEOUT_S,
+    cache_salt: str | None = None,
     on_first_token: Callable[[], None] | None = None,
 ) -> Answer:
-    """Greedy, exactly `max_new_tokens` tokens (end-of-sequence is ignored). Raises `ServerError`."""
+    """Greedy, exactly `max_new_tokens` tokens (end-of-sequence is ignored). Requests share cached pages only if their
+    `cache_salt` is equal. Raises `ServerError`."""
     body: dict[str, object] = {
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
         "stream": True,
     }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
     if isinstance(prompt, str):
         body["text"] = prompt
     else:
@@ -296,6 +300,11 @@ def attached_storage(url: str, *, admin_key: str, timeout_s: float = 10.0) -> st
 def clear_storage(url: str, *, admin_key: str | None = None, timeout_s: float = 60.0) -> None:
     """Have the backend forget this model's pages. SGLang answers with success whatever the backend does."""
     _admin(f"{url}{_STORAGE}/clear", {}, timeout_s, admin_key)
+
+
+def update_weights(url: str, model: Path, *, admin_key: str | None = None, timeout_s: float = 120.0) -> None:
+    """Have a running server load another checkpoint of its architecture, and flush L1 and L2. Raises `Refused`."""
+    _admin(f"{url}/update_weights_from_disk", {"model_path": str(model)}, timeout_s, admin_key)
 
 
 def is_healthy(url: str) -> bool:

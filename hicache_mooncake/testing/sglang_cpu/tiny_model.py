@@ -3,9 +3,9 @@
 One for each way in which a model keeps its cache: `llama` (MHA with grouped heads), `deepseek` (MLA), `mellum` (sliding-window
 beside full attention), `qwen3-next` (recurrent state beside full attention).
 
-As a module: `python -m hicache_mooncake.testing.sglang_cpu.tiny_model DIRECTORY [FAMILY]`. torch and transformers are needed,
-and with a CPU torch the folder `shims` on PYTHONPATH (transformers imports torchvision): `make_tiny_model` sees to that by
-working in a child process.
+As a module: `python -m hicache_mooncake.testing.sglang_cpu.tiny_model DIRECTORY [FAMILY [SEED]]`. torch and transformers are
+needed, and with a CPU torch the folder `shims` on PYTHONPATH (transformers imports torchvision): `make_tiny_model` sees to that
+by working in a child process.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ SEED = 1234
 Family = Literal["llama", "deepseek", "mellum", "qwen3-next"]
 
 
-def make_tiny_model(path: Path | str, family: Family = "llama", *, timeout_s: float = 300.0) -> Path:
+def make_tiny_model(path: Path | str, family: Family = "llama", *, seed: int = SEED, timeout_s: float = 300.0) -> Path:
     """Write the checkpoint into `path` and return it; a complete one that is already there is left alone.
 
-    4 layers, hidden size 256, float32, at most 14 M parameters; the same weights every time. `llama` has 2 KV heads of 64 in
-    every layer: 4 KiB of KV a token, 64 KiB a page of 16. Raises `ServerError` with the child's output if that fails.
+    4 layers, hidden size 256, float32, at most 14 M parameters; the same weights for the same seed. `llama` has 2 KV heads of
+    64 in every layer: 4 KiB of KV a token, 64 KiB a page of 16. Raises `ServerError` with the child's output if that fails.
     """
     path = Path(path)
     if (path / "config.json").exists():
         return path
-    command = [sys.executable, "-m", "hicache_mooncake.testing.sglang_cpu.tiny_model", str(path), family]
+    command = [sys.executable, "-m", "hicache_mooncake.testing.sglang_cpu.tiny_model", str(path), family, str(seed)]
     done = subprocess.run(command, env=cpu_environment(), capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode != 0:
         raise ServerError(f"the tiny model could not be made in {path} (exit code {done.returncode}):\n{done.stderr[-2000:]}")
     return path
 
 
-def write_checkpoint(path: Path, family: Family = "llama") -> None:
+def write_checkpoint(path: Path, family: Family = "llama", seed: int = SEED) -> None:
     """Make the model in this process. `path` appears whole or not at all."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -68,7 +68,7 @@ def write_checkpoint(path: Path, family: Family = "llama") -> None:
         fast.chat_template = _CHAT_TEMPLATE
         fast.save_pretrained(partial)
 
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         _model(family).to(torch.float32).save_pretrained(partial, safe_serialization=True)
         try:
             partial.rename(path)
@@ -163,6 +163,6 @@ def _model(family: Family) -> Any:
 
 if __name__ == "__main__":
     families = get_args(Family)
-    if len(sys.argv) not in (2, 3) or sys.argv[2:] not in ([], *([family] for family in families)):
-        sys.exit(f"usage: python -m hicache_mooncake.testing.sglang_cpu.tiny_model DIRECTORY [{'|'.join(families)}]")
-    write_checkpoint(Path(sys.argv[1]), *sys.argv[2:])  # type: ignore[arg-type]
+    if len(sys.argv) not in (2, 3, 4) or sys.argv[2:3] not in ([], *([family] for family in families)):
+        sys.exit(f"usage: python -m hicache_mooncake.testing.sglang_cpu.tiny_model DIRECTORY [{'|'.join(families)} [SEED]]")
+    write_checkpoint(Path(sys.argv[1]), *sys.argv[2:3], *map(int, sys.argv[3:]))  # type: ignore[arg-type]
