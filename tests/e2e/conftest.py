@@ -1,14 +1,23 @@
-"""One tiny model of a family for the whole session."""
+"""One tiny model of a family for the whole session, and the servers' logs where a test fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from hicache_mooncake.testing.sglang_cpu.tiny_model import Family, make_tiny_model
+from tests.e2e.support import RUNNING
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        report.sections += [(f"end of the log of {process.name}", process.log_tail()) for process in RUNNING]
+    return report
 
 
 def pytest_configure(config: pytest.Config) -> None:

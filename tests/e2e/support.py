@@ -36,6 +36,8 @@ MARKS = [
     ),
 ]
 ANSWER_TOKENS = 24
+RUNNING: list[ManagedProcess] = []
+"""What is started now: a test that fails shows the ends of their logs."""
 Prompt = tuple[int, ...]
 
 
@@ -65,7 +67,7 @@ class Host:
 def running_hosts(logs: Path, *engines: Engine) -> Iterator[list[Host]]:
     """A master, and for each engine a store node of its own; everything is ended at the end."""
     sockets = Path(tempfile.mkdtemp(prefix="hicache-e2e-"))  # pytest's own paths are too long for a UNIX socket
-    started: list[ManagedProcess] = []
+    started = RUNNING
     try:
         master = MasterProcess("master", log=logs / "master.log")
         started.append(master)
@@ -91,22 +93,21 @@ def running_hosts(logs: Path, *engines: Engine) -> Iterator[list[Host]]:
         for process in started:
             if isinstance(process, NodeProcess):
                 process.thaw()
-        stop_all(started[::-1])
+        stopping, started[:] = started[::-1], []
+        stop_all(stopping)
         shutil.rmtree(sockets)
 
 
-def ask(server: SglangServer, ids: Prompt) -> Answer:
-    return generate(server.url, ids, max_new_tokens=ANSWER_TOKENS)
+def ask(server: SglangServer, ids: Prompt, *, tokens: int = ANSWER_TOKENS) -> Answer:
+    return generate(server.url, ids, max_new_tokens=tokens)
 
 
-def ask_and_wait_until_written(server: SglangServer, ids: Prompt, *, known: int = 0, copies: int = 1) -> Answer:
-    """Returns when the pages of the prompt and its answer are in L3: all but the first `known` tokens, which were before.
-
-    `copies`: ranks that write, each its part of every page.
-    """
+def ask_and_wait_until_written(server: SglangServer, ids: Prompt, *, tokens: int = ANSWER_TOKENS, copies: int = 1) -> Answer:
+    """For prompts that share no page with what the server has written before. `copies`: ranks that write, each its part of a
+    page."""
     written = tokens_written_to_l3(server.url)
-    answer = ask(server, ids)
-    wait_written_to_l3(server.url, written + copies * (cached_tokens(ids, answer) - known))
+    answer = ask(server, ids, tokens=tokens)
+    wait_written_to_l3(server.url, written + copies * cached_tokens(ids, answer))
     return answer
 
 

@@ -32,7 +32,6 @@ from hicache_mooncake.testing.sglang_cpu.servers import (
 )
 from hicache_mooncake.testing.sglang_cpu.tiny_model import Family, make_tiny_model
 from tests.e2e.support import (
-    ANSWER_TOKENS,
     MARKS,
     Engine,
     Host,
@@ -46,6 +45,7 @@ from tests.e2e.support import (
 pytestmark = [*MARKS, pytest.mark.slow]
 
 KEY = "admin"
+ANSWER_TOKENS, LONG_ANSWER_TOKENS = 8, 60
 FIRST, SECOND, THIRD, FOURTH, FIFTH, SIXTH, SEVENTH, EIGHTH, NINTH, TAIL = PROMPTS = [
     prompt(40 + i, 400 + 33 * i) for i in range(10)
 ]
@@ -81,14 +81,14 @@ class Server:
     def ask(self, ids: Prompt) -> Cached:
         """With L1 and L2 empty: what is cached comes from L3."""
         self.flush()
-        answer = ask(self.host.engine, ids)
+        answer = ask(self.host.engine, ids, tokens=ANSWER_TOKENS)
         assert answer.output_ids == self.right[ids]
         return answer.cached
 
     def write(self, ids: Prompt) -> None:
         """A prompt that L3 does not know is in L3 afterwards, each rank's part of every page."""
         self.flush()
-        answer = ask_and_wait_until_written(self.host.engine, ids, copies=self.host.engine.tp)
+        answer = ask_and_wait_until_written(self.host.engine, ids, tokens=ANSWER_TOKENS, copies=self.host.engine.tp)
         assert answer.output_ids == self.right[ids]
         assert answer.cached == Cached()
 
@@ -165,10 +165,10 @@ def test_attached_and_detached_twice_over(server: Server) -> None:
 def test_what_was_computed_before_the_attach_is_never_found_under_a_wrong_name(server: Server) -> None:
     """Its pages had no hash then. A chain that began again behind them would offer the tail to whoever begins with it."""
     server.flush()
-    first = ask(server.host.engine, NINTH)
+    first = ask(server.host.engine, NINTH, tokens=ANSWER_TOKENS)
     server.attach()
     both = (*NINTH, *first.output_ids, *TAIL)
-    answer = ask(server.host.engine, both)
+    answer = ask(server.host.engine, both, tokens=ANSWER_TOKENS)
     assert answer.output_ids == server.right[both]
     assert answer.cached.device == full_pages(len(NINTH) + ANSWER_TOKENS - 1)
     assert server.ask(TAIL) == Cached()
@@ -178,13 +178,13 @@ def test_what_was_computed_before_the_attach_is_never_found_under_a_wrong_name(s
 class Talk:
     """One long request in a thread."""
 
-    def __init__(self, server: Server, ids: Prompt, tokens: int) -> None:
+    def __init__(self, server: Server, ids: Prompt) -> None:
         self._answer: Answer | None = None
         self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(server.url, ids, tokens), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(server.url, ids), daemon=True)
 
-    def _run(self, url: str, ids: Prompt, tokens: int) -> None:
-        self._answer = generate(url, ids, max_new_tokens=tokens, on_first_token=self._begun.set)
+    def _run(self, url: str, ids: Prompt) -> None:
+        self._answer = generate(url, ids, max_new_tokens=LONG_ANSWER_TOKENS, on_first_token=self._begun.set)
 
     def __enter__(self) -> Talk:
         self._thread.start()
@@ -218,7 +218,7 @@ def until_accepted(talk: Talk, call: Callable[[], None]) -> list[str]:
 
 
 def test_under_traffic_sglang_refuses_and_nothing_is_half_done(server: Server) -> None:
-    with Talk(server, THIRD, 120) as talk:
+    with Talk(server, THIRD) as talk:
         refusals = until_accepted(talk, server.attach)
         right = talk.answer().output_ids
     assert refusals, "the request was over too soon"
@@ -227,7 +227,7 @@ def test_under_traffic_sglang_refuses_and_nothing_is_half_done(server: Server) -
     server.write(THIRD)
 
     server.flush()
-    with Talk(server, THIRD, 120) as talk:
+    with Talk(server, THIRD) as talk:
         refusals = until_accepted(talk, server.detach_now)
         answer = talk.answer()
     assert refusals, "the request was over too soon"
@@ -289,11 +289,12 @@ def test_a_frozen_node_stops_neither_flush_nor_detach(server: Server) -> None:
     assert cached == whole(FIFTH)
 
 
-def test_a_dead_node_stops_neither_flush_nor_detach(server: Server) -> None:
+def test_a_dead_node_stops_neither_flush_nor_clear_nor_detach(server: Server) -> None:
     server.attach()
     server.write(SIXTH)
     server.host.node.kill()
     assert server.ask(SIXTH) == Cached()
+    clear_storage(server.url, admin_key=KEY)
     server.detach()
     server.attach()
     assert server.ask(SIXTH) == Cached()
@@ -316,7 +317,7 @@ def test_pages_of_other_weights_are_not_found(servers: tuple[Server, Server], ot
 
     server.attach()
     server.write(FIRST)
-    ask(server.host.engine, SECOND)
+    ask(server.host.engine, SECOND, tokens=ANSWER_TOKENS)
     change_weights(other_weights.model)
     try:
         assert other.ask(SECOND) == Cached()
