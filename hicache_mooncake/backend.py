@@ -91,6 +91,13 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         """All pools of the attach are known: say once what will not be cached, and why."""
         self._pools.complete()
 
+    def _usable(self, keys: Sequence[str]) -> View | None:
+        """The pools as they are at the moment; None, and a counted reason, while nothing may be stored or found."""
+        view = self._pools.view
+        if keys and not view.usable:
+            self.client.miss({"l3_off": len(keys)})
+        return view if keys and view.usable else None
+
     # ------------------------------------------------------------------ lookups
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
@@ -104,8 +111,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return self.batch_exists([key]) == 1
 
     def _exists(self, keys: Sequence[str]) -> int:
-        view = self._pools.view
-        if not view.usable or not keys:
+        view = self._usable(keys)
+        if view is None:
             return 0
         needs: dict[str, Need] = {}
         for name in view.side_pools:
@@ -136,8 +143,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
     def _exists_v2(self, keys: Sequence[str], transfers: Iterable[Any]) -> tuple[list[int], dict[Any, int]]:
         asked = list(transfers)
         self._pools.learn(_needs(asked))
-        view = self._pools.view
-        if not view.usable or not keys:
+        view = self._usable(keys)
+        if view is None:
             return [], {}
         lengths, boundaries = self._restorable(view, keys, _needs(asked))
         names = {_name(transfer.name): transfer.name for transfer in asked}
@@ -197,8 +204,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return self._transfer_kv("store", keys, host_indices, extra_info)
 
     def _transfer_kv(self, op: str, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
-        view = self._pools.view
-        if not view.usable or not keys:
+        view = self._usable(keys)
+        if view is None:
             return [False] * len(keys)
         if KV in view.logical:
             return [True] * len(keys)  # no bytes: the side pools' verdicts say what is there
@@ -231,16 +238,19 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             return verdict
         for i in good:
             verdict[i] = True
-        before = b""
-        if geometry.pool == KV:  # side pages are parts of the same logical pages
-            before = self._chains[op].before(hashes, getattr(extra_info, "prefix_keys", None))
+        # Side pages are parts of the same logical pages: the KV pool's chain says when they were used.
+        chain = self._chains[op] if geometry.pool == KV else None
+        continues, ended = (True, b"") if chain is None else chain.begin(hashes, host_indices, _prefix(extra_info))
+        chain_namespace = pool.bodies[0].namespace
+        self.client.touch(chain_namespace, ended)
         started, moved = time.perf_counter(), 0
         for body in pool.bodies:
-            outcome = self.client.transfer(op, body, hashes, *places, deadline, before)
+            outcome = self.client.transfer(op, body, hashes, *places, deadline, touch=not continues)
             moved += outcome.local_bytes + outcome.remote_bytes
             for i, ok in zip(good, outcome.ok, strict=True):
                 verdict[i] = verdict[i] and bool(ok)
-        if geometry.pool == KV:
+        if chain is not None:
+            self.client.touch(chain_namespace, chain.finish())
             self._metrics.add(op, verdict.count(True), moved, time.perf_counter() - started)
         return verdict
 
@@ -272,15 +282,17 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
                 nothing,
                 lambda transfer=transfer, keys=keys: self._transfer_side(op, transfer, keys, deadline),  # type: ignore[misc]
             )
-            if op == "store" and _policy(transfer) == ALL_PAGES:
-                self._remember_incomplete(keys, results[transfer.name])
+        if op == "store":
+            self._remember_incomplete(
+                [(transfer.keys or [], results[transfer.name]) for transfer in asked if _policy(transfer) == ALL_PAGES]
+            )
         return results
 
     def _transfer_side(self, op: str, transfer: Any, keys: Sequence[str], deadline: float) -> list[bool]:
-        view = self._pools.view
-        pool = view.pools.get(_name(transfer.name))
-        if not view.usable or not keys:
+        view = self._usable(keys)
+        if view is None:
             return [False] * len(keys)
+        pool = view.pools.get(_name(transfer.name))
         if pool is None:
             known = _name(transfer.name) in view.logical
             if not known:
@@ -290,13 +302,14 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             return [known] * len(keys)
         return self._transfer(op, pool, keys, transfer.host_indices, deadline)
 
-    def _remember_incomplete(self, keys: Sequence[str], stored: Sequence[bool]) -> None:
-        """SGLang stores side pools first, and then the KV pages whatever became of them."""
-        for key, ok in zip(keys, stored, strict=True):
-            if ok:
+    def _remember_incomplete(self, stored: Sequence[tuple[Sequence[str], Sequence[bool]]]) -> None:
+        """SGLang stores side pools first, and then the KV pages whatever became of them. `stored`: keys and verdicts of each
+        pool that has a page for every KV page."""
+        for keys, _ in stored:
+            for key in keys:
                 self._incomplete.pop(key, None)
-            else:
-                self._incomplete[key] = None
+        for keys, verdicts in stored:
+            self._incomplete |= {key: None for key, ok in zip(keys, verdicts, strict=True) if not ok}
         while len(self._incomplete) > _MAX_REMEMBERED:
             self._incomplete.pop(next(iter(self._incomplete)))
 
@@ -325,9 +338,9 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return value is not None and self.batch_set([key], [value])
 
     def _tensors(self, op: str, keys: Sequence[str], tensors: list[Any]) -> list[bool]:
-        view = self._pools.view
         verdict = [False] * len(keys)
-        if not view.usable or KV not in view.pools or not keys:
+        view = self._usable(keys)
+        if view is None or KV not in view.pools:
             return verdict
         pool = view.pools[KV]
         hashes, bad = pack_hashes(keys)
@@ -390,6 +403,10 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
 def _nothing(keys: Any) -> list[bool]:
     """The answer to a call that failed: one verdict a key, as far as there are keys."""
     return [False] * (len(keys) if hasattr(keys, "__len__") else 0)
+
+
+def _prefix(extra_info: Any) -> list[str] | None:
+    return getattr(extra_info, "prefix_keys", None)
 
 
 def _name(pool: Any) -> str:

@@ -160,7 +160,7 @@ SETTINGS: tuple[Setting, ...] = (
         "false",
         "Engines whose weights were updated live, not from files, share pages if the updates named one weight_version. Only "
         "for versions that never come again: a trainer that counts 1, 2, 3 in every run needs another `tag` for each. Without "
-        "it such pages are the engine's own.",
+        "it such pages are the rank's own.",
     ),
     Setting(
         "share_across_tp",

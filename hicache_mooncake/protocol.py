@@ -77,6 +77,8 @@ class Exists(Message):
     leading: list[bytes]
     hashes: bytes
     sparse: list[bytes] = []
+    budget_s: float = 1.0
+    """As in Locate."""
 
 
 class Found(Message):
@@ -102,8 +104,10 @@ class Locate(Message):
     """Of the objects that this makes: see Reserve."""
     wait_s: float = 0.0
     """Before the answer, wait at most so long until none of these pages is being fetched by another rank."""
-    before: bytes = b""
-    """The pages before these in the chain. They count as used with them, and later, so that a head outlives its tail."""
+    touch: bool = True
+    """They count as used now. False where a Touch will say it of the whole chain."""
+    budget_s: float = 1.0
+    """What is left of the asker's time: a master that does not answer may take half of it, and no more."""
 
 
 MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT = 0, 1, 2, 3, 4, 5
@@ -156,8 +160,6 @@ class Reserve(Message):
     group: bytes = b""
     """Objects of one group and one page hash are parts of one logical page: they are evicted together. Empty: the namespace's
     own."""
-    before: bytes = b""
-    """As in Locate."""
 
 
 REFUSED, WRITE, HAVE = 0, 1, 2
@@ -183,6 +185,13 @@ class Committed(Message):
     """1 per WRITE entry that is now visible."""
 
     ok: bytes
+
+
+class Touch(Message):
+    """One-way. These pages of a chain, head first, count as used now, and the head as used last."""
+
+    namespace: bytes
+    hashes: bytes
 
 
 class Clear(Message):
@@ -276,7 +285,7 @@ class Transfer(Message):
     """Of the objects that a store makes: see Reserve."""
     shared: bool = False
     """Other ranks of this host will ask for the same pages: those of a load that come from another node stay here too."""
-    before: bytes = b""
+    touch: bool = True
     """As in Locate."""
 
 
@@ -305,7 +314,7 @@ class Fetch(Message):
     hashes: bytes
     length: int
     id: int = 0
-    before: bytes = b""
+    touch: bool = True
     """As in Locate."""
 
 
@@ -452,7 +461,7 @@ class ClusterReport(Message):
     keys: int
 
 
-FromClient = Hello | Exists | Locate | Release | Reserve | Commit | Clear | Missed | AdminStatus
+FromClient = Hello | Exists | Locate | Release | Reserve | Commit | Touch | Clear | Missed | AdminStatus
 FromNode = Welcome | Refused | Found | Located | Reserved | Committed | Cleared | AdminReport
 ToMover = Attach | Transfer
 FromMover = Attached | Transferred | Refused

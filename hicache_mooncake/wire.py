@@ -27,7 +27,7 @@ _UCRED = struct.Struct("@iII")
 _send_now = ctypes.PyDLL(None, use_errno=True).send
 _send_now.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
 _send_now.restype = ctypes.c_ssize_t
-_MAX_FDS = 64
+MAX_FDS = 250
 _READ_BYTES = 1 << 16
 
 
@@ -91,7 +91,7 @@ class Wire:
                         raise ProtocolError(f"message not understood: {error}") from error
             self._bound_receive(deadline)
             try:
-                data, fds, _flags, _address = socket.recv_fds(self._sock, _READ_BYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+                data, fds, _flags, _address = socket.recv_fds(self._sock, _READ_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError as error:
                 raise WireTimeout("no answer before the deadline") from error
             except OSError as error:

@@ -258,21 +258,37 @@ def test_too_many_waiting_changes_become_a_snapshot() -> None:
 
 def test_one_reader_fetches_a_page_for_all() -> None:
     store = small(3)
-    txn, column, where = store.claim(1, NS, keys("a", "b", "a"), PAGE)
+    txn, column, where = store.claim(1, NS, keys("a", "b", "a"), PAGE, 0.0)
     assert list(column) == [FETCH, FETCH, WAIT]
     assert len(where) == 2
-    other, column, _ = store.claim(2, NS, keys("b", "c", "d"), PAGE)
+    other, column, _ = store.claim(2, NS, keys("b", "c", "d"), PAGE, 0.0)
     assert list(column) == [WAIT, FETCH, REMOTE], "no room for d"
     store.validate()
-    assert store.claimed(NS, keys("x", "a"))
-    assert not store.claimed(OTHER, keys("a"))
+    assert store.claimed(NS, keys("x", "a"), 1.0)
+    assert not store.claimed(OTHER, keys("a"), 1.0)
     assert store.commit(1, txn, b"\x01\x00", [5, 6]) == b"\x01\x00"
-    assert not store.claimed(NS, keys("a", "b"))
+    assert not store.claimed(NS, keys("a", "b"), 1.0)
     assert present(store, "a", "b", "c") == [1, 0, 0]
     store.drop_owner(2)
     assert store.commit(2, other, b"\x01", [7]) == b"\x00"
-    assert not store.claimed(NS, keys("c"))
+    assert not store.claimed(NS, keys("c"), 1.0)
     store.validate()
+
+
+def test_a_claim_whose_reader_is_frozen_is_taken_over() -> None:
+    store = small(4, claim_seconds=4.0)
+    frozen, column, _ = store.claim(1, NS, keys("a"), PAGE, 100.0)
+    assert list(column) == [FETCH]
+    assert store.claimed(NS, keys("a"), 103.9)
+    assert not store.claimed(NS, keys("a"), 104.0), "nobody waits for it any longer"
+    txn, column, _ = store.claim(2, NS, keys("a"), PAGE, 104.0)
+    assert list(column) == [FETCH]
+    store.validate()
+    assert store.commit(1, frozen, b"\x01", [5]) == b"\x01", "it woke up, and its page is good"
+    assert store.claimed(NS, keys("a"), 105.0), "the other's claim is still the other's"
+    assert store.commit(2, txn, b"\x01", [6]) == b"\x01"
+    store.validate()
+    assert store.used_bytes == PAGE
 
 
 MODEL = b"g" * 16
@@ -373,7 +389,7 @@ def test_any_sequence_of_events_keeps_the_books(seed: int) -> None:
                 if rng.random() < 0.3:
                     store.drop_owner(owner)
             case 9:
-                txn, status, where = store.claim(owner, namespace, blob, length, rng.choice((b"", MODEL)))
+                txn, status, where = store.claim(owner, namespace, blob, length, now, rng.choice((b"", MODEL)))
                 assert len(where) == status.count(FETCH)
                 txns.append((owner, txn, len(where)))
         store.validate()

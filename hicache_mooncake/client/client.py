@@ -26,12 +26,15 @@ from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import Mapping as SharedMapping
 from hicache_mooncake.transfer.mapping import create_memfd
 from hicache_mooncake.transfer.memory import allow_movers, copy_here, in_small_pieces
+from hicache_mooncake.wire import MAX_FDS
 
 log = logging.getLogger(__name__)
 
 _MAX_LOOKUP_KEYS = 65_536
 _REPORT_MISSES_EVERY_S = 1.0
 _BOUNCE_BYTES = 64 << 20
+_LEAST_BATCH_S = 0.1
+"""With less time than this a batch is not begun: it would end in the fence, which costs the next one too."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +132,19 @@ class PoolClient:
                 known.append(p.Region(region.address, region.length, fd, region.fd_offset))
             known_fds.extend(pool.fds)
         wanted = self.settings.copy_mode
-        all_memfd = all(region.fd >= 0 for region in known)
+        all_memfd = all(region.fd >= 0 for region in known) and len(known_fds) <= MAX_FDS
         if wanted == "segment":
             self.mode, self.mode_reason = "segment", "copy_mode"
             return self.mode
         if wanted == "memfd" and not all_memfd:
-            raise MoverUnavailable(
-                "attach",
-                "copy_mode memfd: this engine's host pool is not in a memfd. Use --hicache-storage-backend mooncake with this "
-                'package\'s plugin, or "allocator": "shm" with the dynamic backend (sglang >= 0.5.18), or another copy_mode',
+            problem = (
+                f"this engine's host pools are in {len(known_fds)} memfds, and {MAX_FDS} can be shared. Use another "
+                "--hicache-mem-layout"
+                if len(known_fds) > MAX_FDS
+                else "this engine's host pool is not in a memfd. Use --hicache-storage-backend mooncake with this package's "
+                'plugin, or "allocator": "shm" with the dynamic backend (sglang >= 0.5.18)'
             )
+            raise MoverUnavailable("attach", f"copy_mode memfd: {problem}, or another copy_mode")
         use_memfd = all_memfd and wanted in ("auto", "memfd")
         regions = known if use_memfd else [p.Region(r.address, r.length, -1) for r in known]
         if not use_memfd:
@@ -184,8 +190,8 @@ class PoolClient:
         step = pages_at_once * p.HASH_BYTES
         for at in range(0, len(hashes), step):
             part = hashes[at : at + step]
-            question = p.Exists(list(leading), part, list(sparse))
-            answer, reason = self._queries.ask(question, max(0.001, deadline - time.monotonic()))
+            left = max(0.001, deadline - time.monotonic())
+            answer, reason = self._queries.ask(p.Exists(list(leading), part, list(sparse), left), left)
             count = len(part) // p.HASH_BYTES
             if not isinstance(answer, p.Found):
                 self.miss({reason: count})
@@ -211,23 +217,22 @@ class PoolClient:
         pages: array[int] | None,
         addresses: array[int] | None = None,
         deadline: float | None = None,
-        before: bytes = b"",
+        touch: bool = True,
     ) -> Outcome:
         """Load or store one page per hash, to or from the memory shared by `share`. `pages` if affine, else `addresses`.
 
-        Returns by `deadline` (`time.monotonic()`; by default `deadline_s` from now). `before`: hashes of the pages before these
-        in their chain."""
+        Returns by `deadline` (`time.monotonic()`; by default `deadline_s` from now). `touch`: the pages count as used now."""
         count = len(hashes) // p.HASH_BYTES
         if not self.enabled:
             return self._settle(Outcome(bytes(count), {"off": count}))
         left = self.settings.deadline_s if deadline is None else deadline - time.monotonic()
-        if left <= 0:
+        if left < min(_LEAST_BATCH_S, self.settings.deadline_s / 4):
             return self._settle(Outcome(bytes(count), {"deadline": count}))
         if self.mode == "segment" or (self.mode == "process_vm" and in_small_pieces(body.runs)):
             flat = addresses if addresses is not None else array("q")
             if addresses is None and pages is not None:
                 flat = array("q", [run.address + page * run.stride for page in pages for run in body.runs])
-            return self.transfer_through_bounce(op, body, hashes, flat, deadline, before)
+            return self.transfer_through_bounce(op, body, hashes, flat, deadline, touch)
         page_bytes = pages.tobytes() if pages is not None else b""
         address_bytes = addresses.tobytes() if addresses is not None else b""
 
@@ -242,7 +247,7 @@ class PoolClient:
                 address_bytes,
                 group=body.group,
                 shared=body.shared,
-                before=before,
+                touch=touch,
             )
 
         return self._settle(self._run(self._movers[op], job, count, left))
@@ -254,7 +259,7 @@ class PoolClient:
         hashes: bytes,
         addresses: array[int],
         deadline: float | None = None,
-        before: bytes = b"",
+        touch: bool = True,
     ) -> Outcome:
         """The same for memory that is not shared with anybody: `addresses` has one entry per run of each page."""
         count = len(hashes) // p.HASH_BYTES
@@ -268,12 +273,12 @@ class PoolClient:
         try:
             if not self.enabled:  # closed while we waited: nothing may touch engine memory any more
                 return self._settle(Outcome(bytes(count), {"off": count}))
-            return self._settle(self._bounce_rounds(op, body, hashes, addresses, deadline, before))
+            return self._settle(self._bounce_rounds(op, body, hashes, addresses, deadline, touch))
         finally:
             self._bounce_locks[op].release()
 
     def _bounce_rounds(
-        self, op: str, body: Body, hashes: bytes, addresses: array[int], deadline: float, before: bytes
+        self, op: str, body: Body, hashes: bytes, addresses: array[int], deadline: float, touch: bool
     ) -> Outcome:
         count = len(hashes) // p.HASH_BYTES
         try:
@@ -293,7 +298,7 @@ class PoolClient:
         for first in range(0, count, at_once):
             batch = range(first, min(first + at_once, count))
             left = deadline - time.monotonic()
-            if left <= 0.02:
+            if left < min(_LEAST_BATCH_S, self.settings.deadline_s / 4):
                 reasons["deadline"] += len(batch)
                 ok += bytes(len(batch))
                 continue
@@ -304,9 +309,8 @@ class PoolClient:
                 continue
             blob = hashes[first * p.HASH_BYTES : (first + len(batch)) * p.HASH_BYTES]
             numbers = array("q", range(len(batch))).tobytes()
-            earlier = before + hashes[: first * p.HASH_BYTES]
 
-            def job(budget_s: float, blob: bytes = blob, numbers: bytes = numbers, earlier: bytes = earlier) -> p.Transfer:
+            def job(budget_s: float, blob: bytes = blob, numbers: bytes = numbers) -> p.Transfer:
                 return p.Transfer(
                     op,
                     body.namespace,
@@ -316,7 +320,7 @@ class PoolClient:
                     budget_s,
                     group=body.group,
                     shared=body.shared,
-                    before=earlier,
+                    touch=touch,
                 )
 
             part = self._run(self._bounce_movers[op], job, len(batch), max(0.001, deadline - time.monotonic()))
@@ -342,6 +346,11 @@ class PoolClient:
             return answer.objects
         self.miss({reason: 1})
         return 0
+
+    def touch(self, namespace: bytes, hashes: bytes) -> None:
+        """Pages of one chain, head first, count as used now. Said once, and not again if it does not get through."""
+        if self.enabled and hashes:
+            self._queries.tell(p.Touch(namespace, hashes))
 
     def status(self) -> p.AdminReport | None:
         answer, _ = self._queries.ask(p.AdminStatus(), self.settings.deadline_s)

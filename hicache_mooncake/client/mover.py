@@ -193,7 +193,10 @@ class Mover:
         """Load these pages of the batch: (bytes from here and from elsewhere), and those that another rank is fetching."""
         job = batch.job
         hashes = job.hashes if len(pages) == batch.count else p.select_hashes(job.hashes, pages)
-        question = p.Locate(job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s, job.before)
+        left = deadline - time.monotonic()
+        question = p.Locate(
+            job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s, job.touch, max(0.0, left - wait_s)
+        )
         located = self._link.ask(question, deadline)
         assert isinstance(located, p.Located)
         segment = self._link.segment
@@ -274,7 +277,7 @@ class Mover:
             return
         self._last_fetch += 1
         hashes = p.select_hashes(job.hashes, wanted)
-        fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes, self._last_fetch, job.before)
+        fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes, self._last_fetch, job.touch)
         connecting_until = connecting_until or min(deadline, time.monotonic() + _CONNECTING_S)
         for _attempt in (0, 1):
             reused = False
@@ -419,7 +422,7 @@ class Mover:
     ) -> tuple[list[int], int, int]:
         job = batch.job
         hashes = p.select_hashes(job.hashes, todo)
-        reserved = self._link.ask(p.Reserve(job.namespace, hashes, batch.body_bytes, job.group, job.before), deadline)
+        reserved = self._link.ask(p.Reserve(job.namespace, hashes, batch.body_bytes, job.group), deadline)
         assert isinstance(reserved, p.Reserved)
         segment = self._link.segment
         assert segment is not None
@@ -477,6 +480,8 @@ def _attach(wire: Wire, attach: p.Attach, former: EngineMemory | None) -> Engine
             foreign = ForeignMemory(attach.engine_pid, attach.regions)
             _check_canary(foreign, attach)
             memory, mode = foreign, "process_vm"
+            if former is not None:
+                former.close()
     except (OSError, IndexError, EngineMemoryError) as error:
         wire.send(p.Attached("", str(error)))
         return None

@@ -75,6 +75,8 @@ class MoverProcess:
         `job` gets the seconds left for the mover's own work. Raises MoverUnavailable.
         """
         deadline = time.monotonic() + timeout_s
+        if self._starting and self._wire is None:
+            raise MoverUnavailable("mover_down", "the mover is being started")
         if not self._lock.acquire(timeout=timeout_s * 0.5):
             raise MoverUnavailable("busy", f"the {self.role} mover was busy for {timeout_s * 0.5:.1f} s")
         try:

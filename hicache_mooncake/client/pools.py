@@ -13,13 +13,10 @@ from typing import Any
 
 from hicache_mooncake.client.client import Body
 from hicache_mooncake.client.geometry import PoolGeometry, page_numbers, run_addresses
-from hicache_mooncake.client.restorable import ALL_PAGES
+from hicache_mooncake.client.restorable import ALL_PAGES, TRAILING_PAGES
 from hicache_mooncake.keys import Namespace
 
 KV = "kv"
-
-_EVERY_PAGE = ("indexer", "draft", "draft_indexer")
-"""Side pools with a page for each KV page, in every release: known before SGLang has named their policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +59,10 @@ class Need:
     """0: not known yet."""
 
 
+_KNOWN = {**dict.fromkeys(("indexer", "draft", "draft_indexer"), Need(ALL_PAGES)), "mamba": Need(TRAILING_PAGES, 1)}
+"""What is the same in every release, and so known before SGLang has said it: a page for each KV page, one state at the end."""
+
+
 @dataclasses.dataclass(frozen=True)
 class View:
     """`pools` by SGLang's pool name. `logical` are pools without bytes of their own: the anchor of models whose bytes all lie
@@ -85,5 +86,4 @@ class View:
 
     def need(self, name: str) -> Need | None:
         """What a hit needs of this side pool, where SGLang has said so or it is the same in every release."""
-        known = self.needs.get(name)
-        return known or (Need(ALL_PAGES) if name in _EVERY_PAGE else None)
+        return self.needs.get(name) or _KNOWN.get(name)

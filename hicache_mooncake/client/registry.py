@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import threading
-import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hicache_mooncake import __version__
-from hicache_mooncake.client import heads, weights
+from hicache_mooncake.client import heads, weight_updates, weights
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.geometry import GeometryError, NoBuffer, PoolGeometry, of_pool
 from hicache_mooncake.client.identity import Weights, namespace_of, shared_by_ranks
@@ -44,7 +41,6 @@ class Registry:
         self._next_weights: Weights | None = None
         """After an update of the weights, until the caches are flushed."""
         self._flushed = False
-        self._updates = 0
 
     # ------------------------------------------------------------------ pools
 
@@ -66,6 +62,8 @@ class Registry:
     def complete(self) -> None:
         """Say what will not be cached."""
         view = self.view
+        if view.off:
+            log.warning("L3 is off for now: %s", view.off)
         if view.refused:
             log.error("L3 is off for this model: %s. Every lookup answers 0", "; ".join(view.refused.values()))
         elif KV in view.logical and not view.pools:
@@ -75,10 +73,21 @@ class Registry:
 
     def learn(self, needs: Mapping[str, Need]) -> None:
         """Remember what SGLang says a hit needs of its side pools."""
-        if all(self.view.needs.get(name) == need for name, need in needs.items()):
+        known = self.view.needs
+        # A short prompt names fewer pages than the window has.
+        longest = {
+            name: Need(need.policy, max(need.window, known[name].window))
+            if name in known and known[name].policy == need.policy
+            else need
+            for name, need in needs.items()
+        }
+        if all(known.get(name) == need for name, need in longest.items()):
             return
-        with self._lock:
-            self.view = dataclasses.replace(self.view, needs={**self.view.needs, **needs})
+        if self._lock.acquire(blocking=False):  # a registration may take its time, and the next lookup says it again
+            try:
+                self.view = dataclasses.replace(self.view, needs={**self.view.needs, **longest})
+            finally:
+                self._lock.release()
 
     def _register(self, host_pool: Any, name: str) -> None:
         """Whatever the pool was before, it is this one or a refused one afterwards, and refused until it is known."""
@@ -106,6 +115,12 @@ class Registry:
             return
         except MoverUnavailable as error:
             raise ConfigError("copy_mode", "", self._settings.copy_mode, str(error)) from error
+        except ConfigError:
+            raise
+        except Exception as error:  # out of descriptors, or a defect of ours: a late pool is registered in the scheduler's loop
+            log.exception("pool %s cannot be shared", name)
+            self.view = dataclasses.replace(rest, refused={**rest.refused, name: f"pool {name} cannot be shared: {error!r}"})
+            return
         self.view = dataclasses.replace(rest, pools={**rest.pools, name: stored})
         log.info(
             "hicache-mooncake %s: pool %s (%s), %d pages of %d bytes in %d runs and %d objects, copied by %s (%s), "
@@ -126,10 +141,17 @@ class Registry:
         )
 
     def _check_writers(self, host_pool: Any, name: str) -> None:
-        """SGLang lets each rank of a model with replicated KV write its part of a draft with heads only for a backend that is
-        called `mooncake`. Under another name the parts of the ranks above 0 never come, and nothing would ever hit."""
+        """Beside replicated KV, SGLang lets the ranks above 0 store their parts of Mamba states, and of a draft with heads if
+        the backend is called `mooncake`. Of any other sharded pool those parts never come, and nothing would ever hit."""
         sharded = bool(getattr(self._config, "is_mla_model", False)) and not shared_by_ranks(self._config, host_pool, name)
-        if self._dynamic and name.startswith("draft") and sharded and int(getattr(self._config, "tp_size", 1)) > 1:
+        if not sharded or int(getattr(self._config, "tp_size", 1)) == 1 or name == "mamba":
+            return
+        if name not in ("draft", "draft_swa"):
+            raise GeometryError(
+                f"pool {name} ({type(host_pool).__name__}): its ranks are not known to hold the same bytes, and SGLang stores "
+                "those of rank 0 alone beside replicated KV"
+            )
+        if self._dynamic:
             raise GeometryError(
                 f"pool {name} ({type(host_pool).__name__}): SGLang does not store the heads of ranks above 0 of this draft "
                 "for a dynamic backend. Use --hicache-storage-backend mooncake with this package's plugin"
@@ -196,29 +218,43 @@ class Registry:
 
     def weights_changed(self, version: str | None, model_path: str | None, ok: bool) -> None:
         """The update is over. `version`: SGLang's `weight_version` of the request; `model_path`: where they came from."""
+        loaded = weights.of_engine(model_path) if ok and model_path else ""
         with self._lock:
             if not self.view.off:
                 return
             if not ok or not (version or model_path):
-                off = "an update of the weights failed" if not ok else "an update of the weights named no weight_version"
-                self._next_weights = None
-                self.view = dataclasses.replace(self.view, off=off)
-                log.error(
-                    "L3 is off: %s, so pages could not be told apart from those of other weights. "
+                what = "failed" if not ok else "named no weight_version"
+                self._off(
+                    f"an update of the weights {what}, so pages could not be told apart from those of other weights",
                     'Update again with "weight_version" in the request, or restart the engine',
-                    off,
                 )
                 return
-            self._updates += 1
             if model_path:
-                loaded = weights.of_engine(model_path)
                 operators = self._settings.model_id
                 self._next_weights = Weights(operators or loaded, f"{loaded if operators else ''} {version or ''}".strip())
+            elif self._settings.share_weight_versions:
+                # One version may come in several parts: what lies between two of them is neither.
+                self._next_weights = Weights(self._weights.model_id, f"{version} part {weight_updates.change_mark()[1]}")
+            elif any(body.shared for pool in self.view.pools.values() for body in pool.bodies):
+                self._off(
+                    "the weights were updated from memory, and this model's ranks share pages, which they could only if its "
+                    "versions never came again",
+                    "Set share_weight_versions if that is so, or update from files",
+                )
+                return
             else:
-                # A trainer counts 1, 2, 3, and so did the one before it; and one version may come in several parts.
-                whose = "" if self._settings.share_weight_versions else f" of {engine_nonce()}"
-                self._next_weights = Weights(self._weights.model_id, f"{version} update {self._updates}{whose}")
+                # A trainer counts 1, 2, 3, and so did the one before it: the version alone does not name the weights.
+                self._next_weights = Weights(self._weights.model_id, f"{version} {weight_updates.change_mark()[0]}")
             self._adopt_weights()
+            if not self._flushed:
+                log.warning(
+                    "L3 is off until SGLang has flushed its caches, which hold pages of the old weights: POST /flush_cache"
+                )
+
+    def _off(self, reason: str, advice: str) -> None:
+        self._next_weights = None
+        self.view = dataclasses.replace(self.view, off=reason)
+        log.error("L3 is off: %s. %s", reason, advice)
 
     def caches_flushed(self) -> None:
         """L1 and L2 are empty and no operation from before can come any more."""
@@ -234,15 +270,3 @@ class Registry:
         pools = {name: self._stored(pool.pool, pool.geometry) for name, pool in self.view.pools.items()}
         self.view = dataclasses.replace(self.view, pools=pools, off="")
         log.info("the weights were updated: pages are stored and found as of version %r", self._weights.version)
-
-
-def engine_nonce() -> str:
-    """Something that all ranks of one engine on this host have in common, and no other engine ever has: their parent process.
-    Ranks on other hosts have another one, and then share no pages of such weights; that is the safe side."""
-    parent = os.getppid()
-    try:
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except (OSError, IndexError):
-        return uuid.uuid4().hex
-    return f"{boot} {parent} {started}"

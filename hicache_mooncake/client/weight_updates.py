@@ -19,7 +19,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import uuid
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -38,6 +40,7 @@ _CONTROLLER = ("sglang.srt.managers.cache_controller", "HiCacheController")
 _DISPATCHER = ("sglang.utils", "TypeBasedDispatcher")
 _DECODE_OFFLOAD = ("sglang.srt.disaggregation.decode_kvcache_offload_manager", "DecodeKVCacheOffloadManager")
 _MEMORY_SAVER = ("sglang.srt.utils.torch_memory_saver_adapter", "_TorchMemorySaverAdapterReal")
+_MAX_NAMES = 100_000
 _COUNTABLE = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "SWATokenToKVPoolAllocator")
 """Device allocators whose free slots, counted, say that no request and no tree holds any."""
 
@@ -81,6 +84,12 @@ def unwatch() -> None:
     _process = _Process()
 
 
+def change_mark() -> tuple[str, int]:
+    """Of the last change of the weights: (a random text that nothing else ever has, the how-manieth change this was in this
+    process that named its version). Both outlive a backend that is detached and attached again."""
+    return _process._mark
+
+
 def engine_weight_version() -> str | None:
     """SGLang's own `--weight-version`, None when it is "default". Where ranks are told of versions (from 0.5.19 on) it is the
     one that the last update named, before that the one that the engine was started with."""
@@ -102,7 +111,7 @@ class _Change:
     def absorb(self, later: _Change) -> None:
         if later.touched:
             self.version = later.version or self.version
-            self.model_path = later.model_path or self.model_path
+            self.model_path = later.model_path  # what was written over files is no file's any more
             self.touched = True
             self.ok = self.ok and later.ok
         self.flushed = later.flushed
@@ -125,6 +134,10 @@ class _Process:
         self._open: _Change | None = None
         self._session: _Change | None = None
         self._changing = False
+        self._writing = 0
+        """Depth of writes in writes."""
+        self._mark = ("", 0)
+        self._named_so_far: Counter[str] = Counter()
         self._last: tuple[str | None, str | None, bool] | None = None
         self._controllers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stale: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -133,7 +146,9 @@ class _Process:
 
     def watch(self, listener: Listener) -> str:
         if not self._listeners and self._last is None:
-            self._last = quietly("earlier updates", _earlier_update)
+            earlier = quietly("earlier updates", _earlier_update)
+            if earlier is not None:
+                self._set_last(*earlier)
         blind = self._put_hooks()
         if all(held() is not listener for held in self._listeners):
             self._listeners.append(weakref.ref(listener))
@@ -300,10 +315,14 @@ class _Process:
         opened = None
         if self._open is None:
             opened = self._open = _Change(model_path=path)
+        if self._writing == 0:  # the last write decides where the weights are from; what it calls is part of it
+            self._open.model_path = path
+        self._writing += 1
         self._touch(self._open)
         return opened
 
     def _end_write(self, opened: _Change | None, ok: bool) -> None:
+        self._writing = max(0, self._writing - 1)
         if self._open is not None:
             self._open.ok = self._open.ok and ok
         if opened is None:
@@ -313,6 +332,13 @@ class _Process:
             self._finish(opened)
         else:
             self._session.absorb(opened)
+
+    def _set_last(self, version: str | None, model_path: str | None, ok: bool) -> None:
+        self._last = (version, model_path, ok)
+        name = version or ""
+        if len(self._named_so_far) < _MAX_NAMES or name in self._named_so_far:
+            self._named_so_far[name] += 1
+        self._mark = (uuid.uuid4().hex, self._named_so_far[name])
 
     def _touch(self, change: _Change) -> None:
         change.touched = True
@@ -328,9 +354,9 @@ class _Process:
     def _finish(self, change: _Change) -> None:
         if change.touched:
             self._changing = False
-            self._last = (change.version, change.model_path, change.ok)
+            self._set_last(change.version, change.model_path, change.ok)
             for listener in self._alive():
-                quietly("weights_changed", listener.weights_changed, *self._last)
+                quietly("weights_changed", listener.weights_changed, change.version, change.model_path, change.ok)
         for controller in list(self._controllers):
             reset = any(each is controller for each in change.flushed)
             if reset or (change.touched and quietly("counting pages", _empty, controller)):
@@ -341,9 +367,9 @@ class _Process:
         if self._session is not None:
             self._session.version = version or self._session.version
         elif not self._changing and self._last == (None, None, True) and version:
-            self._last = (version, None, True)
+            self._set_last(version, None, True)
             for listener in self._alive():
-                quietly("weights_changed", listener.weights_changed, *self._last)
+                quietly("weights_changed", listener.weights_changed, version, None, True)
 
     # ------------------------------------------------------------------ flushes
 
@@ -436,7 +462,11 @@ def _earlier_update() -> tuple[str | None, str | None, bool] | None:
     for source, fields in entries() if callable(entries) else ():
         if source in ("model_runner.update_model_fields", "scheduler.weight_version"):
             changes |= fields
-    return (changes.get("weight_version"), changes.get("model_path"), True) if changes else None
+    if not changes:
+        return None
+    version = changes.get("weight_version")
+    # A name may be that of the files, or of what was written over them since.
+    return (version, None if version else changes.get("model_path"), True)
 
 
 def _belongs(listener: Any, backend: Any) -> bool:

@@ -30,6 +30,7 @@ def of_engine(model_path: str | None = None) -> str:
     """Fingerprint of the weights that the SGLang process we are in serves; "" when it does not tell (older releases, tests).
     `model_path`: from there instead, after an update of the weights."""
     arguments = server_args()
+    loaded_at_start = model_path is None
     model_path = model_path or getattr(arguments, "model_path", None)
     if not model_path:
         return ""
@@ -49,6 +50,11 @@ def of_engine(model_path: str | None = None) -> str:
     else:
         try:
             _frame(sha, of_files(place).encode())
+            if loaded_at_start and _changed_since_start(place):
+                _frame(sha, os.urandom(16))
+                log.warning(
+                    "the files in %s are newer than this process, which may have loaded others: pages are its own", place
+                )
         except (OSError, ValueError) as error:
             _frame(sha, str(model_path).encode())
             log.warning("cannot read the weights in %s (%s): its pages are told apart by that path alone", place, error)
@@ -83,6 +89,15 @@ def of_files(place: Path) -> str:
             if path.suffix in _OTHER_SUFFIXES or path == place:
                 _sample_file(sha, path)
     return sha.hexdigest()
+
+
+def _changed_since_start(place: Path) -> bool:
+    files = [path for path in place.iterdir() if path.is_file()] if place.is_dir() else [place]
+    wanted = (".safetensors", ".json", *_OTHER_SUFFIXES)
+    newest = max((path.stat().st_mtime for path in files if path.suffix in wanted), default=0.0)
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    booted = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+    return newest > booted + ticks / os.sysconf("SC_CLK_TCK") + 1.0
 
 
 def _indexed(files: list[Path], folder: Path) -> list[Path]:

@@ -128,7 +128,6 @@ class DataServer:
 
     def _answer(self, sock: socket.socket, fetch: p.Fetch) -> None:
         p.count_hashes(fetch.hashes)
-        p.count_hashes(fetch.before)
         deadline = time.monotonic() + _SEND_DEADLINE_S
         tcp.set_timeouts(sock, _SEND_DEADLINE_S)
         if not p.PROTOCOL_MIN <= fetch.version <= p.PROTOCOL_MAX:
@@ -139,7 +138,7 @@ class DataServer:
         owner = node.new_owner()
         with node.lock:
             pin, status, where, checksum = node.store.locate(
-                owner, fetch.namespace, fetch.hashes, fetch.length, time.monotonic(), fetch.before
+                owner, fetch.namespace, fetch.hashes, fetch.length, time.monotonic(), touch=fetch.touch
             )
         sent = 0
         try:

@@ -307,12 +307,11 @@ class Node:
                 return None
             case p.Reserve():
                 p.count_hashes(message.hashes)
-                p.count_hashes(message.before)
                 if message.length <= 0:
                     raise p.ProtocolError(f"object of {message.length} bytes")
                 with self.lock:
                     txn, status, where = self.store.reserve(
-                        owner, message.namespace, message.hashes, message.length, message.group, message.before
+                        owner, message.namespace, message.hashes, message.length, message.group
                     )
                 self.link.notify()
                 return p.Reserved(txn, bytes(status), where)
@@ -327,6 +326,11 @@ class Node:
                     for reason, count in message.reasons.items():
                         if len(self.missed) < _MAX_REASONS or reason in self.missed:
                             self.missed[reason] += count
+                return None
+            case p.Touch():
+                p.count_hashes(message.hashes)
+                with self.lock:
+                    self.store.touch(message.namespace, message.hashes)
                 return None
             case p.Clear():
                 return p.Cleared(self.clear(message.namespace, everywhere=message.everywhere))
@@ -355,7 +359,7 @@ class Node:
                     questions.append(p.Question(namespace, wanted, prefix=index < leading))
                     asked.append((column, missing))
         if questions:
-            answers = self.link.lookup(questions, _LOOKUP_TIMEOUT_S)
+            answers = self.link.lookup(questions, min(_LOOKUP_TIMEOUT_S, message.budget_s / 2))
             if answers is None:
                 reason = "master_down"
             else:
@@ -371,22 +375,21 @@ class Node:
 
     def _locate(self, owner: int, message: p.Locate) -> p.Located:
         p.count_hashes(message.hashes)
-        p.count_hashes(message.before)
         if message.length <= 0:
             raise p.ProtocolError(f"object of {message.length} bytes")
         waiting_until = time.monotonic() + min(message.wait_s, _LONGEST_WAIT_S)
         with self.lock:
-            while self.store.claimed(message.namespace, message.hashes) and time.monotonic() < waiting_until:
-                self._unclaimed.wait(waiting_until - time.monotonic())
+            while (now := time.monotonic()) < waiting_until and self.store.claimed(message.namespace, message.hashes, now):
+                self._unclaimed.wait(waiting_until - now)
             pin, status, where, checksum = self.store.locate(
-                owner, message.namespace, message.hashes, message.length, time.monotonic(), message.before
+                owner, message.namespace, message.hashes, message.length, time.monotonic(), touch=message.touch
             )
         peers: list[p.Peer] = []
         reason = ""
         missing = [i for i, s in enumerate(status) if s == p.MISS]
         if missing and self.settings.masters:
             question = p.Question(message.namespace, p.select_hashes(message.hashes, missing), prefix=False)
-            answers = self.link.lookup([question], _LOOKUP_TIMEOUT_S)
+            answers = self.link.lookup([question], min(_LOOKUP_TIMEOUT_S, message.budget_s / 2))
             if answers is None:
                 reason = "master_down"
             else:
@@ -398,9 +401,20 @@ class Node:
         room: list[int] = []
         remote = [i for i in missing if status[i] == p.REMOTE]
         if message.shared and remote:
-            wanted = p.select_hashes(message.hashes, remote)
             with self.lock:
-                txn, column, room = self.store.claim(owner, message.namespace, wanted, message.length, message.group)
+                # Another rank may have brought some of them here while the master was asked.
+                self.store.release(owner, pin)
+                pin, here, places, checksum = self.store.locate(
+                    owner, message.namespace, message.hashes, message.length, time.monotonic(), touch=False
+                )
+                for i, found in enumerate(here):
+                    if found != p.MISS or status[i] == p.LOCAL:
+                        status[i], where[i] = found, places[i]
+                remote = [i for i in remote if status[i] == p.REMOTE]
+                wanted = p.select_hashes(message.hashes, remote)
+                txn, column, room = self.store.claim(
+                    owner, message.namespace, wanted, message.length, time.monotonic(), message.group, message.hashes
+                )
             for i, claim in zip(remote, column, strict=True):
                 status[i] = claim
         return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room)

@@ -82,8 +82,8 @@ class Reservation:
     length: int
     pages: list[LogicalPage]
     offsets: list[int]
-    before: bytes = b""
-    """Hashes of the pages before these in the chain."""
+    batch: bytes = b""
+    """Hashes of the whole batch that these are of, in the order of its chain."""
     claimed: bool = False
     """The bodies come from another node, and whoever else wants them waits for this."""
 
@@ -120,6 +120,7 @@ class Store:
         high_watermark: float = 0.95,
         low_watermark: float = 0.90,
         pin_seconds: float = 30.0,
+        claim_seconds: float = 4.0,
         max_pinned_share: float = 0.5,
         track_changes: bool = False,
         max_changes: int = 1_000_000,
@@ -128,6 +129,7 @@ class Store:
         self.high_bytes = int(self.allocator.capacity * high_watermark)
         self.low_bytes = int(self.allocator.capacity * low_watermark)
         self.pin_seconds = pin_seconds
+        self.claim_seconds = claim_seconds
         self.max_pinned_share = max_pinned_share
         self.stats = Stats()
         self.pinned_bytes = 0
@@ -139,8 +141,8 @@ class Store:
         self._objects = 0
         self._pins: dict[int, PinSet] = {}
         self._reservations: dict[int, Reservation] = {}
-        self._claims: set[tuple[bytes, bytes]] = set()
-        """(namespace, hash) of what claimed reservations are for."""
+        self._claims: dict[tuple[bytes, bytes], tuple[int, float]] = {}
+        """(namespace, hash) of what claimed reservations are for: the transaction, and until when others wait for it."""
         self._condemned: deque[dict[bytes, Entry]] = deque()
         """Namespaces that were cleared: out of the index, their objects still to be taken apart by `sweep`."""
         self._next_id = 1
@@ -181,10 +183,9 @@ class Store:
         return column
 
     def locate(
-        self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float, before: bytes = b""
+        self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float, *, touch: bool = True
     ) -> tuple[int, bytearray, list[int], list[int]]:
-        """Pin what is here: (pin id, status column, offsets, checksums). The pin ends by release, expiry or its owner's end.
-        `before`: the pages before these in the chain, which count as used with them."""
+        """Pin what is here: (pin id, status column, offsets, checksums). The pin ends by release, expiry or its owner's end."""
         objects = self._index.get(namespace) or {}
         count = len(hashes) // HASH_BYTES
         status, where, checksum = bytearray(count), [0] * count, [0] * count
@@ -204,9 +205,9 @@ class Store:
             self._pin(entry)
             pinned.append(entry)
             status[i], where[i], checksum[i] = LOCAL, entry.offset, entry.checksum
-        for entry in reversed(pinned):
-            self._order.move_to_end(entry.page)
-        self._touch(namespace, before)
+        if touch:
+            for entry in reversed(pinned):
+                self._order.move_to_end(entry.page)
         pin = self._new_id()
         if pinned:
             self._pins[pin] = PinSet(owner, pinned, now + self.pin_seconds)
@@ -234,18 +235,17 @@ class Store:
     # ------------------------------------------------------------------ stores
 
     def reserve(
-        self, owner: int, namespace: bytes, hashes: bytes, length: int, group: bytes = b"", before: bytes = b""
+        self, owner: int, namespace: bytes, hashes: bytes, length: int, group: bytes = b""
     ) -> tuple[int, bytearray, list[int]]:
         """Room for the keys that are not here: (transaction, status column, offsets). Evicts as needed, but no part of the
-        pages that are being written. Without a group the namespace is its own. `before` as in `locate`.
+        pages that are being written. Without a group the namespace is its own.
 
         After the first key without room the rest is REFUSED too: without that page nobody could use them.
         """
         objects = self._index.get(namespace) or {}
         count = len(hashes) // HASH_BYTES
         status, where = bytearray(count), [0] * count
-        reservation = Reservation(owner, namespace, length, [], [], before)
-        self._touch(namespace, before)  # nor is room made by evicting the chain that these continue
+        reservation = Reservation(owner, namespace, length, [], [], hashes)
         each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         found = [objects.get(page_hash) for page_hash in each]
         present = [entry for entry in found if entry is not None and entry.length == length]
@@ -274,7 +274,6 @@ class Store:
         for entry in reversed(present):
             if not entry.dead:
                 self._order.move_to_end(entry.page)
-        self._touch(namespace, before)
         self.stats.had += len(present)
         txn = self._new_id()
         if reservation.offsets:
@@ -282,17 +281,20 @@ class Store:
         return txn, status, where
 
     def claim(
-        self, owner: int, namespace: bytes, hashes: bytes, length: int, group: bytes = b""
+        self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float, group: bytes = b"", batch: bytes = b""
     ) -> tuple[int, bytearray, list[int]]:
         """Room for pages that one reader fetches from another node for all readers of this one: (transaction, a column of
-        FETCH, WAIT where another has claimed the page, REMOTE where there is no room, offsets of the FETCH ones).
+        FETCH, WAIT where another has claimed the page, REMOTE where there is no room, offsets of the FETCH ones). `batch`: all
+        pages of the read, in the order of their chain.
 
-        Commit the transaction like that of `reserve`; the claims end with it.
+        Commit the transaction like that of `reserve`; the claims end with it, or after `claim_seconds`: the reader is frozen.
         """
         count = len(hashes) // HASH_BYTES
         each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         first = {page_hash: i for i, page_hash in reversed(list(enumerate(each)))}
-        free = [i for i, page_hash in enumerate(each) if first[page_hash] == i and (namespace, page_hash) not in self._claims]
+        free = [
+            i for i, page_hash in enumerate(each) if first[page_hash] == i and not self._is_claimed(namespace, page_hash, now)
+        ]
         column = bytearray([WAIT]) * count
         wanted = b"".join(each[i] for i in free)
         txn, status, where = self.reserve(owner, namespace, wanted, length, group)
@@ -301,14 +303,20 @@ class Store:
         reservation = self._reservations.get(txn)
         if reservation is not None:
             reservation.claimed = True
-            self._claims.update((namespace, page.hash) for page in reservation.pages)
+            reservation.batch = batch or hashes
+            self._claims.update({(namespace, page.hash): (txn, now + self.claim_seconds) for page in reservation.pages})
         return txn, column, [offset for offset, reserved in zip(where, status, strict=True) if reserved == WRITE]
 
-    def claimed(self, namespace: bytes, hashes: bytes) -> bool:
+    def claimed(self, namespace: bytes, hashes: bytes, now: float) -> bool:
         """Is any of these pages being fetched for all?"""
         if not self._claims:
             return False
-        return any((namespace, hashes[at : at + HASH_BYTES]) in self._claims for at in range(0, len(hashes), HASH_BYTES))
+        each = range(0, len(hashes), HASH_BYTES)
+        return any(self._is_claimed(namespace, hashes[at : at + HASH_BYTES], now) for at in each)
+
+    def _is_claimed(self, namespace: bytes, page_hash: bytes, now: float) -> bool:
+        claim = self._claims.get((namespace, page_hash))
+        return claim is not None and claim[1] > now
 
     def commit(self, owner: int, txn: int, ok: bytes, checksums: Iterable[int]) -> bytes:
         """Make the whole ones visible, give the others' memory back. One byte per WRITE key: 1 where it is now stored.
@@ -319,7 +327,7 @@ class Store:
         if reservation is None or reservation.owner != owner:
             return bytes(len(ok))
         del self._reservations[txn]
-        self._end_claims(reservation)
+        self._end_claims(txn, reservation)
         result = bytearray(len(reservation.offsets))
         fresh: list[Entry] = []
         column = zip(reservation.pages, reservation.offsets, ok, checksums, strict=False)
@@ -354,9 +362,8 @@ class Store:
             self.stats.abandoned += 1
         for page in reservation.pages:
             self._not_written(page)
-        for entry in reversed(fresh):
-            self._order.move_to_end(entry.page)
-        self._touch(reservation.namespace, reservation.before)
+        if fresh:
+            self.touch(reservation.namespace, reservation.batch)
         return bytes(result)
 
     # ------------------------------------------------------------------ removal
@@ -367,7 +374,7 @@ class Store:
             self._unpin(self._pins.pop(pin).entries)
         for txn in [txn for txn, held in self._reservations.items() if held.owner == owner]:
             reservation = self._reservations.pop(txn)
-            self._end_claims(reservation)
+            self._end_claims(txn, reservation)
             for page, offset in zip(reservation.pages, reservation.offsets, strict=True):
                 self._not_written(page)
                 self.allocator.free(offset)
@@ -489,8 +496,8 @@ class Store:
         if entry.pins == 0:
             self.allocator.free(entry.offset)
 
-    def _touch(self, namespace: bytes, hashes: bytes) -> None:
-        """Leaf first, those that are here."""
+    def touch(self, namespace: bytes, hashes: bytes) -> None:
+        """These pages of a chain, head first, count as used now, those that are here: the head last, so that it goes last."""
         objects = self._index.get(namespace)
         if not objects:
             return
@@ -499,9 +506,11 @@ class Store:
             if entry is not None:
                 self._order.move_to_end(entry.page)
 
-    def _end_claims(self, reservation: Reservation) -> None:
-        if reservation.claimed:
-            self._claims.difference_update((reservation.namespace, page.hash) for page in reservation.pages)
+    def _end_claims(self, txn: int, reservation: Reservation) -> None:
+        for page in reservation.pages if reservation.claimed else ():
+            key = (reservation.namespace, page.hash)
+            if self._claims.get(key, (0, 0.0))[0] == txn:  # else another reader has taken it over
+                del self._claims[key]
 
     def _written(self, group: bytes, page_hash: bytes) -> LogicalPage:
         """The logical page, with one more writer."""
@@ -566,9 +575,11 @@ class Store:
         assert all((page.parts or page.writers) and page.writers == writers[id(page)] for page in pages)
         assert all(part.page is page and part.hash == page.hash for page in pages for part in page.parts)
         assert set(writers) <= set(map(id, pages))
-        claims = [(held.namespace, page.hash) for held in self._reservations.values() if held.claimed for page in held.pages]
-        assert set(claims) == self._claims
-        assert len(claims) == len(set(claims)), "one fetches a page, not two"
+        for (namespace, page_hash), (txn, _) in self._claims.items():
+            claimant = self._reservations[txn]
+            assert claimant.claimed
+            assert claimant.namespace == namespace
+            assert page_hash in {page.hash for page in claimant.pages}
         for namespace, objects in self._index.items():
             assert objects, "an empty namespace has no dict"
             for page_hash, entry in objects.items():

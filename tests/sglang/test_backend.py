@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hicache_mooncake.backend import HiCacheMooncake
+from hicache_mooncake.client import weight_updates
 from hicache_mooncake.config import ConfigError
 from tests.conftest import NodeProcess, wait_until
 from tests.sglang.conftest import MakeBackend
@@ -424,9 +425,16 @@ def test_extra_config_survives_as_json() -> None:
 
 
 @pytest.mark.parametrize("flush_first", [False, True])
-def test_pages_of_old_weights_are_not_found_and_late_ones_not_stored(make_backend: MakeBackend, flush_first: bool) -> None:
+def test_pages_of_old_weights_are_not_found_and_late_ones_not_stored(
+    make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch, flush_first: bool
+) -> None:
     """P04: a live update; what was under way lands in the old namespace or nowhere, and another engine of the old weights
     still finds its pages."""
+
+    def mark(whose: str) -> None:
+        monkeypatch.setattr(weight_updates, "change_mark", lambda: (whose, 1))
+
+    mark("this engine's update")
     pool, other_pool = mha_pool(), mha_pool()
     backend, other = make_backend(pool), make_backend(other_pool)
     names = [key(("weights", i)) for i in range(3)]
@@ -444,11 +452,61 @@ def test_pages_of_old_weights_are_not_found_and_late_ones_not_stored(make_backen
     assert store(backend, pool, names, generation=2) == [True] * 3
     assert other.batch_get_v1(names, indices(4, 5, 6)) == [True] * 3
     assert all(holds(other_pool, 4 + i, name) for i, name in enumerate(names)), "the old weights' engine has the old pages"
+    mark("another engine's update")
     other._pools.weights_changing()
     other._pools.weights_changed("v2", None, True)
     other._pools.caches_flushed()
-    assert other.batch_get_v1(names, indices(4, 5, 6)) == [True] * 3
-    assert all(holds(other_pool, 4 + i, name, 2) for i, name in enumerate(names)), "equal versions share"
+    assert other.batch_exists(names) == 0, "another run may have called its second step v2 as well"
+    again = make_backend(other_pool)  # detached and attached: the process still knows
+    mark("this engine's update")
+    again._pools.weights_changing()
+    again._pools.weights_changed("v2", None, True)
+    again._pools.caches_flushed()
+    assert again.batch_get_v1(names, indices(4, 5, 6)) == [True] * 3
+    assert all(holds(other_pool, 4 + i, name, 2) for i, name in enumerate(names))
+
+
+def updated(backend: HiCacheMooncake, version: str) -> None:
+    backend._pools.weights_changing()
+    backend._pools.weights_changed(version, None, True)
+    backend._pools.caches_flushed()
+
+
+def test_versions_that_never_come_again_are_shared(make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = [mha_pool(), mha_pool()]
+    engines = [make_backend(pool, {"share_weight_versions": True}) for pool in pools]
+    marks = [("x", 1), ("y", 1)]
+    for engine in engines:
+        monkeypatch.setattr(weight_updates, "change_mark", lambda: marks[0])
+        updated(engine, "run7-2")
+        marks.reverse()
+    names = [key("shared version")]
+    assert store(engines[0], pools[0], names) == [True]
+    assert engines[1].batch_exists(names) == 1
+    monkeypatch.setattr(weight_updates, "change_mark", lambda: ("z", 2))
+    updated(engines[1], "run7-2")
+    assert engines[1].batch_exists(names) == 0, "the second part of one version: what was stored between is neither"
+
+
+def test_ranks_that_share_pages_need_versions_that_never_come_again(
+    make_backend: MakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make_backend(mla_pool(), is_mla_model=True, tp_size=2)
+    updated(backend, "2")
+    assert "Set share_weight_versions" in caplog.text
+    assert not backend._pools.view.usable
+    sure = make_backend(mla_pool(), {"share_weight_versions": True}, is_mla_model=True, tp_size=2)
+    updated(sure, "2")
+    assert sure._pools.view.usable
+
+
+def test_l3_that_waits_for_a_flush_says_so_and_counts(make_backend: MakeBackend, caplog: pytest.LogCaptureFixture) -> None:
+    backend = make_backend(mha_pool())
+    backend._pools.weights_changing()
+    backend._pools.weights_changed("v2", None, True)
+    assert "POST /flush_cache" in caplog.text
+    assert backend.batch_exists([key(1), key(2)]) == 0
+    assert backend.client.reasons["l3_off"] == 2
 
 
 @pytest.mark.parametrize(("version", "ok"), [(None, True), ("v2", False)])
@@ -499,8 +557,6 @@ def test_requests_that_cannot_be_told_apart_are_refused(
 def test_the_backend_listens_to_the_engines_updates(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from hicache_mooncake.client import weight_updates
-
     heard: list[object] = []
     monkeypatch.setattr(weight_updates, "watch", lambda listener: heard.append(listener) or "updates cannot be seen here")
     backend = HiCacheMooncake(storage_config(extra_config={"socket": node.socket}), {})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +11,7 @@ import torch
 from hicache_mooncake.client import identity, weights
 from hicache_mooncake.client.geometry import of_pool
 from hicache_mooncake.client.identity import Weights, namespace_of
-from hicache_mooncake.client.registry import engine_nonce
 from hicache_mooncake.config import Settings
-from tests.conftest import environment
 from tests.sglang.families import FAMILIES
 from tests.sglang.pools import mha_pool, storage_config
 
@@ -107,12 +103,3 @@ def test_the_mamba_states_of_two_models_differ_in_their_names() -> None:
     assert any(detail.startswith("temporal_state_shape=[") for detail in namespace.details)
     assert any(detail.startswith("conv_state_shapes=[[") for detail in namespace.details)
     assert digest(one.pool, "mamba") != digest(two.pool, "mamba")
-
-
-def test_an_engine_is_not_another() -> None:
-    code = "from hicache_mooncake.client.registry import engine_nonce; print(engine_nonce())"
-    command = [sys.executable, "-c", code]
-    child = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.strip()
-    second = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout.strip()
-    assert child == second, "ranks of one parent"
-    assert child != engine_nonce(), "we are a child of somebody else"
