@@ -22,7 +22,9 @@ import pytest
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.client import Body, PoolClient
+from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.client.mover_process import MoverUnavailable
+from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.config import load_settings
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
@@ -1067,3 +1069,41 @@ def test_a_frozen_node_costs_one_lookup_its_time_and_the_others_nothing(
     node.signal(signal.SIGCONT)
     wait_until(lambda: rank.exists(NS, stored) == 2, 15, "the node is asked again")
     assert rank.client.reasons["node_timeout"] > 20
+
+
+def test_a_call_without_time_is_not_begun_and_blames_nobody(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
+    """The later objects of a page share their call's time: a mover killed for want of it costs the next call too."""
+    rank = make_rank(start_node())
+    stored = hashes(1, 2)
+    rank.store(NS, stored)
+    movers = rank.client.mover_pids()
+    for left in (-1.0, 0.0, 0.001, 0.05):
+        body = Body(NS, rank.runs)
+        outcome = rank.client.transfer("load", body, b"".join(stored), array("q", [0, 1]), deadline=time.monotonic() + left)
+        assert (outcome.ok, outcome.reasons) == (b"\x00\x00", {"deadline": 2})
+        assert rank.load(NS, stored).ok == b"\x01\x01"
+    assert rank.client.mover_pids() == movers
+    assert rank.client._queries.ask(p.Exists([NS], stored[0]), 0.001) == (None, "deadline")
+    assert rank.exists(NS, stored) == 2
+
+
+def test_a_node_that_was_asked_too_late_is_not_left_alone(start_node: StartNode) -> None:
+    node = start_node()
+    link = NodeLink(node.socket, "load", "test")
+    question = p.Locate(NS, page_hash(1), 4096)
+    assert isinstance(link.ask(question, time.monotonic() + 5), p.Located)
+    with pytest.raises(NodeUnavailable) as late:
+        link.ask(question, time.monotonic() - 1)
+    assert late.value.reason == "deadline"
+    assert isinstance(link.ask(question, time.monotonic() + 5), p.Located)
+    link.drop()
+
+
+def test_more_memfds_than_a_frame_can_carry_go_another_way(start_node: StartNode) -> None:
+    client = PoolClient(start_node().settings(), "test")
+    fds = [os.memfd_create(f"pool-{i}") for i in range(300)]
+    regions = tuple(p.Region((1 << 40) + i * 8192, 4096, i) for i in range(300))
+    assert client.share(PoolGeometry("kv", (p.Run(1 << 40, 4096, 4096),), 1, 1, regions, tuple(fds), affine=True)) != "memfd"
+    client.close()
+    for fd in fds:
+        os.close(fd)

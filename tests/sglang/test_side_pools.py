@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backend import HiCacheMooncake
-from tests.conftest import NodeProcess
+from tests.conftest import NodeProcess, wait_until
 from tests.sglang.conftest import MakeBackend
 from tests.sglang.pools import PAGE_SIZE, fill, holds, indices, key, mha_pool, mla_pool, scramble, storage_config
 from tests.test_pool_local import Admin
@@ -224,7 +224,8 @@ def test_damage_to_one_part_ends_the_page(make_backend: MakeBackend, admin: Admi
         model.namespace("indexer"), bytes.fromhex(names[1]), model.backend._pools.view.pools["indexer"].bodies[0].length
     )
     assert model.load(names) == 0
-    assert model.query(names).extra_pool_hit_pages == {PoolName.KV: 1, INDEXER: 1, SWA: 1}
+    one = {PoolName.KV: 1, INDEXER: 1, SWA: 1}
+    wait_until(lambda: model.query(names).extra_pool_hit_pages == one, 10, "the mover has told the node")
     assert model.store(names, [0, 1, 2]) == {INDEXER: [True] * 3, SWA: [True] * 3, PoolName.KV: [True] * 3}
     assert model.load(names) == 3
 
@@ -289,3 +290,61 @@ def test_the_dynamic_loader_without_interface_v1_finds_what_it_stored(node: Node
     backend.clear()
     assert backend.batch_exists(names) == 0
     backend.close()
+
+
+def test_one_pool_that_failed_is_not_forgotten_for_another_that_did_not(make_backend: MakeBackend) -> None:
+    model = Model(make_backend)
+    draft = mha_pool(layers=1)
+    model.backend.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+    names = [key(("two", i)) for i in range(2)]
+    bad = PoolTransfer(INDEXER, host_indices=indices(0), keys=names, hit_policy=ALL)  # a page short
+    good = PoolTransfer(PoolName.DRAFT, host_indices=indices(0, 1), keys=names, hit_policy=ALL)
+    for transfers in ([bad, good], [good, bad]):
+        model.backend.batch_set_v2(transfers)
+        assert model.backend.batch_set_v1(names, indices(0, 1)) == [False, False]
+
+
+def test_a_short_prompt_does_not_shorten_the_window(make_backend: MakeBackend) -> None:
+    model = Model(make_backend)
+    names = [key(("window", i)) for i in range(4)]
+    model.store(names, [3])
+    assert model.query(names).kv_hit_pages == 0
+    model.backend.batch_exists_v2(names[:1], [PoolTransfer(SWA, keys=["__placeholder__"], hit_policy=TRAILING)])
+    assert model.backend.batch_exists(names) == 0, "a window of one page would promise what two pages must restore"
+
+
+def test_recurrent_state_needs_no_lookup_to_be_known(make_backend: MakeBackend) -> None:
+    """A decode node never makes the lookup that would say how long the window is; a state is one page at the end."""
+    kv, state = mha_pool(), mha_pool(layers=1)
+    backend = make_backend(kv)
+    backend.register_mem_host_pool_v2(state, PoolName.MAMBA)
+    names = [key(("state", i)) for i in range(3)]
+    for page, name in enumerate(names):
+        fill(kv, page, name)
+    backend.batch_set_v2([PoolTransfer(PoolName.MAMBA, host_indices=indices(0), keys=names[1:2], hit_policy=TRAILING)])
+    assert backend.batch_set_v1(names, indices(0, 1, 2)) == [True] * 3
+    assert backend.batch_exists(names) == 2
+
+
+def test_a_sharded_pool_that_sglang_stores_on_rank_0_alone_is_refused(
+    make_backend: MakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = make_backend(mla_pool(), is_mla_model=True, tp_size=2)
+    backend.register_mem_host_pool_v2(mha_pool(layers=1), "tomorrows_pool")
+    assert "SGLang stores those of rank 0 alone" in caplog.text
+    assert not backend._pools.view.usable
+
+
+def test_a_pool_that_cannot_be_shared_for_want_of_descriptors_is_refused(
+    make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that comes late is registered in the scheduler's loop: nothing may raise there."""
+    model = Model(make_backend)
+
+    def none_left(_geometry: Any) -> str:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(model.backend.client, "share", none_left)
+    model.backend.register_mem_host_pool_v2(mha_pool(layers=1), PoolName.DRAFT)
+    assert "Too many open files" in model.backend._pools.view.refused["draft"]
+    assert model.backend.batch_exists([key(1)]) == 0

@@ -175,3 +175,26 @@ def test_without_a_scheduler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         assert "no SGLang scheduler" in weight_updates.watch(listener)
     finally:
         weight_updates.unwatch()
+
+
+def test_the_last_write_says_where_the_weights_are_from() -> None:
+    """Files, and then tensors over them: no file has these weights. What a write calls is part of it."""
+    process = weight_updates._Process()
+    outer = process._begin_write("/checkpoint")
+    assert process._begin_write(None) is None
+    process._end_write(None, True)
+    process._end_write(outer, True)
+    assert process._last == (None, "/checkpoint", True)
+    session = weight_updates._Change("5", "/checkpoint", touched=True)
+    session.absorb(weight_updates._Change("5", None, touched=True))
+    assert session.model_path is None
+
+
+def test_every_change_has_a_mark_of_its_own_and_parts_are_counted() -> None:
+    process = weight_updates._Process()
+    marks = []
+    for version in ("1", "2", "1"):
+        process._set_last(version, None, True)
+        marks.append(process._mark)
+    assert len({mark for mark, _ in marks}) == 3
+    assert [count for _, count in marks] == [1, 1, 2]
