@@ -5,14 +5,15 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions demo test test-all lint bench wheel clean distclean
+.PHONY: help venv versions demo test test-all matrix lint bench wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        two SGLang servers (CPU) share one KV-cache pool on this machine; KEEP=1 leaves them running"
-	@echo "make test        every test, the ones with real SGLang servers too: under 30 minutes on two cores"
-	@echo "                 PYTEST_ARGS='-m \"not e2e\"' leaves those out"
-	@echo "make test-all    lint, wheel, then the same tests"
+	@echo "make test        the tests, some with real SGLang servers: under 30 minutes on two cores"
+	@echo "                 PYTEST_ARGS='-m \"not e2e and not slow\"' leaves those out"
+	@echo "make test-all    lint, wheel, then every test: more model families, SGLang releases and administrators"
+	@echo "make matrix      every test, and docs/support-matrix.md from those that passed"
 	@echo "make lint        ruff check, ruff format --check, mypy --strict"
 	@echo "make bench       the benchmarks"
 	@echo "make venv        only make $(VENV), 3 GB; demo and test do it when it is missing"
@@ -43,9 +44,14 @@ $(VENV)/.stamps/sglang-%: $(READY)
 	@touch $@
 
 test: $(READY) versions
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint wheel versions
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-test-all: lint wheel test
+matrix: $(READY) versions
+	HICACHE_MATRIX=docs/support-matrix.json $(PY) -m pytest tests/sglang tests/e2e $(PYTEST_ARGS)
+	$(PY) tools/support_matrix.py
 
 lint: $(READY)
 	$(PY) -m ruff check .
