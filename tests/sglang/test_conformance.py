@@ -166,10 +166,12 @@ class TestProcessVm(OurBackend):
     copy_mode, memory, by_name = "process_vm", "anonymous", True
 
 
+@pytest.mark.slow
 class TestSegment(OurBackend):
     copy_mode, memory, by_name = "segment", "anonymous", False
 
 
+@pytest.mark.slow
 class TestGeneric(OurBackend):
     copy_mode, memory, by_name, zero_copy = "auto", "anonymous", False, False
 

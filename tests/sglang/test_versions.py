@@ -44,7 +44,7 @@ def test_the_release_builds_it_and_calls_every_method(version: str, start_node: 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [VERSIONS[0], *(pytest.param(version, marks=pytest.mark.slow) for version in VERSIONS[1:])])
 def test_the_release_finds_that_it_keeps_the_contract(version: str, tmp_path: Path) -> None:
     """The conformance suite with the release's own classes; what it has shown is recorded for that release."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.sglang.old_releases", "-p", "no:cacheprovider"]

@@ -285,6 +285,7 @@ class FaultTests(Harness):
             transfer(name="indexer", keys=None, host_indices=None),
             transfer(name="indexer", keys=[], host_indices=good),
             transfer(name="indexer", keys=[None, 5], host_indices=good),
+            transfer(name="indexer", keys=[[], {}], host_indices=good),
             transfer(name="indexer", keys=5, host_indices=good),
             transfer(name="indexer", keys=keys, host_indices="no"),
             transfer(name=None, keys=keys, host_indices=good),
