@@ -141,7 +141,9 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return result
 
     def _exists_v2(self, keys: Sequence[str], transfers: Iterable[Any]) -> tuple[list[int], dict[Any, int]]:
-        asked = list(transfers)
+        asked = _readable(transfers)
+        if len(asked) != len(list(transfers)):
+            return [], {}
         self._pools.learn(_needs(asked))
         view = self._usable(keys)
         if view is None:
@@ -265,17 +267,17 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         return self._each("set", "store", transfers)
 
     def _each(self, what: str, op: str, transfers: Any) -> dict[Any, list[bool]]:
-        asked = list(transfers or [])
+        asked = _readable(transfers)
         if op == "store":  # how long a window is only lookups say
             self._guard(what, None, lambda: self._pools.learn(_needs(asked, windows=False)))
         results: dict[Any, list[bool]] = {}
         deadline_s = self._settings.deadline_s
         if op == "store":
-            batches = -(-sum(len(transfer.keys or []) for transfer in asked) // PAGES_A_CALL)
+            batches = -(-sum(len(_keys(transfer)) for transfer in asked) // PAGES_A_CALL)
             deadline_s = max(deadline_s, min(_LONGEST_CALL_S, deadline_s * batches))
         deadline = time.monotonic() + deadline_s
         for transfer in asked:
-            keys = list(transfer.keys or [])
+            keys = _keys(transfer)
             nothing = [False] * len(keys)
             results[transfer.name] = self._guard(
                 what,
@@ -283,9 +285,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
                 lambda transfer=transfer, keys=keys: self._transfer_side(op, transfer, keys, deadline),  # type: ignore[misc]
             )
         if op == "store":
-            self._remember_incomplete(
-                [(transfer.keys or [], results[transfer.name]) for transfer in asked if _policy(transfer) == ALL_PAGES]
-            )
+            stored = [(_keys(transfer), results[transfer.name]) for transfer in asked if _policy(transfer) == ALL_PAGES]
+            self._guard(what, None, lambda: self._remember_incomplete(stored))
         return results
 
     def _transfer_side(self, op: str, transfer: Any, keys: Sequence[str], deadline: float) -> list[bool]:
@@ -317,17 +318,16 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Fill the CPU tensors in `target_locations` and return them, None for each that was not found."""
-        if target_locations is None:
-            return [None] * len(keys)
+        nothing = [None] * len(_nothing(keys))
+        if not isinstance(target_locations, list | tuple) or len(target_locations) != len(nothing):
+            return nothing
         targets = list(target_locations)
-        if len(targets) != len(keys):
-            return [None] * len(keys)
         ok = self._guard("get", _nothing(keys), lambda: self._tensors("load", keys, targets))
         return [target if good else None for target, good in zip(targets, ok, strict=True)]
 
     def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
         """Store one CPU tensor per key. True when all are stored."""
-        if values is None or len(values) != len(keys):
+        if not isinstance(values, list | tuple) or len(values) != len(_nothing(keys)):
             return False
         return all(self._guard("set", _nothing(keys), lambda: self._tensors("store", keys, list(values))))
 
@@ -340,8 +340,10 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
     def _tensors(self, op: str, keys: Sequence[str], tensors: list[Any]) -> list[bool]:
         verdict = [False] * len(keys)
         view = self._usable(keys)
-        if view is None or KV not in view.pools:
+        if view is None:
             return verdict
+        if KV in view.logical:
+            return [True] * len(keys)  # no bytes: the side pools' verdicts say what is there
         pool = view.pools[KV]
         hashes, bad = pack_hashes(keys)
         self.client.miss({"bad_key": len(bad)})
@@ -409,6 +411,16 @@ def _prefix(extra_info: Any) -> list[str] | None:
     return getattr(extra_info, "prefix_keys", None)
 
 
+def _readable(transfers: Any) -> list[Any]:
+    """Those of `transfers` that are pool transfers."""
+    given = transfers if isinstance(transfers, list | tuple) else []
+    return [transfer for transfer in given if hasattr(transfer, "host_indices")]
+
+
+def _keys(transfer: Any) -> list[str]:
+    return list(transfer.keys) if isinstance(transfer.keys, list | tuple) else []
+
+
 def _name(pool: Any) -> str:
     return str(getattr(pool, "value", pool))
 
@@ -426,7 +438,7 @@ def _needs(transfers: Iterable[Any], *, windows: bool = True) -> dict[str, Need]
         if policy == ALL_PAGES:
             needs[_name(transfer.name)] = Need(ALL_PAGES)
         elif policy == TRAILING_PAGES and windows:
-            needs[_name(transfer.name)] = Need(TRAILING_PAGES, max(1, len(transfer.keys or [])))
+            needs[_name(transfer.name)] = Need(TRAILING_PAGES, max(1, len(_keys(transfer))))
     return needs
 
 

@@ -111,7 +111,10 @@ def pack_hashes(keys: Sequence[str]) -> tuple[bytes, list[int]]:
 
     A bad key keeps its place in the blob as zeros; the caller must give it a False verdict and must not store it.
     """
-    joined = "".join(keys)
+    try:
+        joined = "".join(keys)
+    except TypeError:  # a key that is no text: the others are as good as ever
+        joined = ""
     if len(joined) == 2 * HASH_BYTES * len(keys) and _HEX_RUN.match(joined) and all(len(key) == 2 * HASH_BYTES for key in keys):
         return bytes.fromhex(joined), []
     bad: list[int] = []

@@ -15,6 +15,7 @@ All of it runs on the scheduler's thread. Requests of the base model without a k
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -39,8 +40,9 @@ def isolate() -> str:
     Returns "" when that holds: by SGLang's own hashes, or by wrappers that are on now. Otherwise a sentence on why it cannot
     be done in this release: then the backend must not store anything. Never raises.
     """
-    if loaded(*_SEED) is not None:
-        return ""
+    with contextlib.suppress(ImportError):
+        if hasattr(importlib.import_module(_SEED[0]), _SEED[1]):
+            return ""
     return _isolation.put()
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 import random
 import secrets
-import signal
 import socket
 import stat
 import sys
@@ -22,11 +21,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings, join_address, split_address
+from hicache_mooncake.ending import Ending
 from hicache_mooncake.node.data_server import DataServer
 from hicache_mooncake.node.master_link import DEFAULT_MASTER_PORT, JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.metrics import NodeMetrics
@@ -558,17 +557,12 @@ def run_node(settings: Settings, *, embedded: bool = False, idle_exit_s: float |
     """
     node = Node(settings)
     node.start()
-    done = threading.Event()
-
-    def finish(signum: int, _frame: FrameType | None) -> None:
-        log.info("node %s ends on %s", settings.name, signal.Signals(signum).name)
-        done.set()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, finish)
-    while not done.wait(0.5 + random.random() * 0.1):
+    ending = Ending()
+    while not ending.wait(0.5 + random.random() * 0.1):
         if idle_exit_s is not None and node.idle_seconds() > idle_exit_s:
             log.info("embedded node %s ends: no engine for %.0f s", settings.name, idle_exit_s)
             break
+    if ending.by is not None:
+        log.info("node %s ends on %s", settings.name, ending.by.name)
     node.stop()
     return 0
