@@ -1,8 +1,8 @@
-"""One tiny model of a family for the whole session, and the servers' logs where a test fails."""
+"""One tiny model of a family for the whole session, rows for the support matrix, and the servers' logs where a test fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -10,18 +10,11 @@ import pytest
 
 from hicache_mooncake.testing.sglang_cpu.tiny_model import Family, make_tiny_model
 from tests.e2e.support import RUNNING
+from tests.sglang.matrix import pytest_runtest_makereport, pytest_sessionfinish, supports  # noqa: F401 (what pytest looks for)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.failed:
-        report.sections += [(f"end of the log of {process.name}", process.log_tail()) for process in RUNNING]
-    return report
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: starts servers for more than the first proof")
+def pytest_exception_interact(report: pytest.TestReport) -> None:
+    report.sections += [(f"end of the log of {process.name}", process.log_tail()) for process in RUNNING]
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,8 @@ MARKS = [
     ),
 ]
 ANSWER_TOKENS = 24
+END_TO_END = "end to end"
+"""In the support matrix: two engines, one reads what the other has written."""
 RUNNING: list[ManagedProcess] = []
 """What is started now: a test that fails shows the ends of their logs."""
 Prompt = tuple[int, ...]

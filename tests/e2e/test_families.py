@@ -24,6 +24,7 @@ from hicache_mooncake.testing.sglang_cpu.servers import (
 from hicache_mooncake.testing.sglang_cpu.tiny_model import Family
 from tests.e2e.support import (
     ANSWER_TOKENS,
+    END_TO_END,
     MARKS,
     Engine,
     Host,
@@ -33,6 +34,7 @@ from tests.e2e.support import (
     prompt,
     running_hosts,
 )
+from tests.sglang.matrix import Supports
 
 pytestmark = MARKS
 
@@ -41,6 +43,8 @@ CONVERSATION = [prompt(1, 701), prompt(2, 120), prompt(3, 100), prompt(4, 90)]
 BRANCH = [(*CONVERSATION[0][:409], *prompt(5, 60))]
 # Ends with a page, one before it and one after it.
 ENDS = [[prompt(6 + i, 480 + i)] for i in (-1, 0, 1)]
+
+MATRIX_FAMILIES: dict[Family, str] = {"deepseek": "mla", "mellum": "swa", "qwen3-next": "mamba"}
 
 MAMBA_SLOTS = 64
 # SGLang keeps recurrent states at the last chunk boundary of a prefill. It also does at multiples of 256 tokens while decoding;
@@ -85,7 +89,7 @@ def pair(
         yield Pair(family, a, b, conversation, branch, ends)
 
 
-def test_a_conversation_goes_on_on_another_engine(pair: Pair) -> None:
+def test_a_conversation_goes_on_on_another_engine(pair: Pair, supports: Supports) -> None:
     known = 0
     stored = pair.a.node.metric("stored_total")
     for ids, right in pair.conversation[:3]:
@@ -102,6 +106,9 @@ def test_a_conversation_goes_on_on_another_engine(pair: Pair) -> None:
     answer = ask(pair.b.engine, ids)
     assert answer.cached == Cached(storage=known)
     assert answer.output_ids == right
+    supports(family=MATRIX_FAMILIES[pair.family], layout="page_first", shape=END_TO_END)
+    if pair.a.engine.tp > 1:
+        supports(family=MATRIX_FAMILIES[pair.family], layout="page_first", shape=f"{END_TO_END}, another TP size")
 
 
 def test_every_rank_of_the_writer_reads_its_pages_again(pair: Pair) -> None:

@@ -32,6 +32,7 @@ from hicache_mooncake.testing.sglang_cpu.servers import (
 )
 from hicache_mooncake.testing.sglang_cpu.tiny_model import Family, make_tiny_model
 from tests.e2e.support import (
+    END_TO_END,
     MARKS,
     Engine,
     Host,
@@ -41,6 +42,7 @@ from tests.e2e.support import (
     prompt,
     running_hosts,
 )
+from tests.sglang.matrix import Supports
 
 pytestmark = [*MARKS, pytest.mark.slow]
 
@@ -141,7 +143,7 @@ def whole(ids: Prompt) -> Cached:
     return Cached(storage=full_pages(len(ids) - 1))
 
 
-def test_attached_and_detached_twice_over(server: Server) -> None:
+def test_attached_and_detached_twice_over(server: Server, supports: Supports) -> None:
     assert server.ask(FIRST) == Cached()
     server.attach()
     assert server.attached() == "mooncake"
@@ -160,6 +162,7 @@ def test_attached_and_detached_twice_over(server: Server) -> None:
     assert server.ask(SECOND) == whole(SECOND)
     server.detach()
     assert server.ask(SECOND) == Cached()
+    supports(family="mha", layout="page_first", shape=f"{END_TO_END}, TP 2")
 
 
 def test_what_was_computed_before_the_attach_is_never_found_under_a_wrong_name(server: Server) -> None:
@@ -253,7 +256,9 @@ def test_clear_touches_this_model_only(server: Server) -> None:
     assert server.ask(FOURTH) == whole(FOURTH)
 
 
-def test_engines_of_another_parallel_size_share_where_they_are_told_to(servers: tuple[Server, Server]) -> None:
+def test_engines_of_another_parallel_size_share_where_they_are_told_to(
+    servers: tuple[Server, Server], supports: Supports
+) -> None:
     two, one = servers
     two.attach()
     one.attach()
@@ -267,6 +272,7 @@ def test_engines_of_another_parallel_size_share_where_they_are_told_to(servers: 
     assert one.ask(SEVENTH) == whole(SEVENTH)
     one.write(EIGHTH)
     assert two.ask(EIGHTH) == whole(EIGHTH)
+    supports(family="mha", layout="page_first", shape=f"{END_TO_END}, another TP size")
 
 
 def test_a_frozen_node_stops_neither_flush_nor_detach(server: Server) -> None:

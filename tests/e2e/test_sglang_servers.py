@@ -30,6 +30,7 @@ from hicache_mooncake.testing.sglang_cpu.servers import (
 from hicache_mooncake.testing.sglang_cpu.tiny_model import Family
 from tests.e2e.support import (
     ANSWER_TOKENS,
+    END_TO_END,
     MARKS,
     Engine,
     Prompt,
@@ -39,6 +40,7 @@ from tests.e2e.support import (
     prompt,
     running_hosts,
 )
+from tests.sglang.matrix import Supports
 
 pytestmark = MARKS
 
@@ -80,7 +82,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
 
 
 def test_an_engine_on_another_host_reads_what_the_first_one_computed(
-    cluster: Cluster, right: dict[Prompt, tuple[int, ...]]
+    cluster: Cluster, right: dict[Prompt, tuple[int, ...]], supports: Supports
 ) -> None:
     sent = cluster.node_a.metric("remote_sent_bytes_total")
     first = ask_and_wait_until_written(cluster.a, SHARED)
@@ -92,6 +94,7 @@ def test_an_engine_on_another_host_reads_what_the_first_one_computed(
     assert second.output_ids == right[SHARED]
     moved = cluster.node_a.metric("remote_sent_bytes_total") - sent
     assert moved == full_pages(len(SHARED)) * KV_BYTES_PER_TOKEN
+    supports(family="mha", layout="page_first", shape=END_TO_END)
 
 
 def test_the_next_turn_finds_the_pages_of_the_answer_too(cluster: Cluster, right: dict[Prompt, tuple[int, ...]]) -> None:
