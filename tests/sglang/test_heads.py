@@ -317,7 +317,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arguments say that this is no CPU engine: there alone heads are repeated over ranks."""
     published = runtime_context.get_server_args()
     fields = {name: getattr(published, name) for name in type(published).__struct_fields__} | {"device": "cuda"}
-    monkeypatch.setattr(heads.weights, "_server_args", lambda: SimpleNamespace(**fields))
+    monkeypatch.setattr(heads.weights, "server_args", lambda: SimpleNamespace(**fields))
     config = heads.importlib.import_module("sglang.srt.configs.model_config").ModelConfig.from_server_args(published)
     monkeypatch.setattr("sglang.srt.configs.model_config.ModelConfig.from_server_args", staticmethod(lambda _arguments: config))
 
