@@ -144,11 +144,12 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         asked = _readable(transfers)
         if len(asked) != len(list(transfers)):
             return [], {}
-        self._pools.learn(_needs(asked))
+        needs = _needs(asked)
+        self._pools.learn(needs)
         view = self._usable(keys)
         if view is None:
             return [], {}
-        lengths, boundaries = self._restorable(view, keys, _needs(asked))
+        lengths, boundaries = self._restorable(view, keys, needs)
         names = {_name(transfer.name): transfer.name for transfer in asked}
         return lengths, {names.get(name, name): boundary for name, boundary in boundaries.items()}
 

@@ -1,9 +1,14 @@
-"""When to try again."""
+"""When to try again, and whom a wait may be blamed on."""
 
 from __future__ import annotations
 
 import random
 import time
+
+LEAST_S = 0.005
+"""With less time than this nobody is asked: the answer could not come."""
+BLAME_AFTER_S = 0.2
+"""Who was waited for this long and did not answer is at fault; who was not given the time is not."""
 
 
 class Backoff:

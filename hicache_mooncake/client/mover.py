@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.backoff import BLAME_AFTER_S
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.transfer.mapping import Mapping
@@ -48,8 +49,6 @@ _to_mover = p.decoder(p.ToMover)
 _MIN_FETCH_S = 0.005
 _CONNECTING_S = 0.5
 """For all peers of a batch that have to be connected to, together."""
-_BLAME_AFTER_S = 0.2
-"""A peer that was waited for this long and did not send is at fault; one that we had no time left for is not."""
 _NO_ROOM_RETRIES_S = (0.01, 0.03)
 _WAIT_SHARE = 0.5
 """Of the time that is left: how long a rank waits for another that fetches the same pages, before it fetches them itself."""
@@ -393,7 +392,7 @@ class Mover:
                 yield self.memory.load(body, at, batch.addresses(i), batch.layout, batch.seed(i))
 
     def _late(self, peer: p.Peer, since: float, peer_down: list[str]) -> None:
-        if time.monotonic() - since < _BLAME_AFTER_S:
+        if time.monotonic() - since < BLAME_AFTER_S:
             self._peers.drop(peer)
             return
         self._peers.failed(peer)

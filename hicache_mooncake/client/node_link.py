@@ -6,14 +6,13 @@ import os
 import time
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.backoff import Backoff
+from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S, Backoff
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
 
 _from_node = p.decoder(p.FromNode)
 
 _NODE_RETRY_FIRST_S, _NODE_RETRY_MAX_S = 0.05, 8.0
-_LEAST_S, _BLAME_AFTER_S = 0.005, 0.2
 _POPULATE_BYTES = 16 << 30
 """How much of the node's segment each mover maps ahead; of a larger one the rest is mapped on first use."""
 
@@ -42,7 +41,7 @@ class NodeLink:
     def ask(self, message: p.Message, deadline: float) -> p.Message:
         """One request, one answer. A connection that turns out dead is made anew once: the node may have restarted.
         Too late is too late: then nothing is asked, and a node that was not given the time to answer is not blamed."""
-        if deadline - time.monotonic() < _LEAST_S:
+        if deadline - time.monotonic() < LEAST_S:
             raise NodeUnavailable("deadline", "no time left to ask the node")
         asked_at = time.monotonic()
         for attempt in (0, 1):
@@ -53,7 +52,7 @@ class NodeLink:
                 answer = wire.receive(_from_node, deadline)
             except WireTimeout as error:
                 self.drop()  # the answer is still to come
-                if time.monotonic() - asked_at >= _BLAME_AFTER_S:
+                if time.monotonic() - asked_at >= BLAME_AFTER_S:
                     self._retry.failed(at_least_s=1.0)  # a frozen node costs a deadline: not at every call
                 raise NodeUnavailable("node_timeout", str(error)) from error
             except (WireClosed, p.ProtocolError) as error:

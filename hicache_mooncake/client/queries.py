@@ -7,7 +7,7 @@ import threading
 import time
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.backoff import Backoff
+from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S, Backoff
 from hicache_mooncake.client.embedded import ensure_node, own_user_only
 from hicache_mooncake.config import Settings
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
@@ -18,8 +18,6 @@ _from_node = p.decoder(p.FromNode)
 
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.1, 8.0
 _PROBE_S = 5.0
-_LEAST_S, _BLAME_AFTER_S = 0.005, 0.2
-"""With less time than the first the node is not asked; with less than the second it is not blamed for no answer."""
 _NODE_START_FIRST_S, _NODE_START_MAX_S = 2.0, 300.0
 EMBEDDED_START_S = 10.0
 
@@ -50,7 +48,7 @@ class NodeQueries:
             return None, "busy"
         try:
             asked_at = time.monotonic()
-            if deadline - asked_at < _LEAST_S:
+            if deadline - asked_at < LEAST_S:
                 return None, "deadline"
             for attempt in (0, 1):
                 fresh = self._wire is None
@@ -61,7 +59,7 @@ class NodeQueries:
                     wire.send(message, deadline=deadline)
                     answer = wire.receive(_from_node, deadline)
                 except WireTimeout:
-                    self._silent = time.monotonic() - asked_at >= _BLAME_AFTER_S
+                    self._silent = time.monotonic() - asked_at >= BLAME_AFTER_S
                     self._drop("no answer before the deadline")
                     return None, "node_timeout"
                 except (WireClosed, p.ProtocolError) as error:
