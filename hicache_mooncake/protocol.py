@@ -7,7 +7,10 @@ Three wires use these structs, all msgpack:
 * engine rank <-> its movers: the same framing over a socket pair;
 * store node <-> metadata master: ZMQ, one body per message.
 
-The node <-> node data wire (`hicache_mooncake.transfer.tcp`) uses `Fetch` and `FetchReply` as its headers.
+The node <-> node data wire (`hicache_mooncake.transfer.tcp`) has `Fetch`, `Push` and their answers as its headers.
+
+Version 1 had no shards, tiers, draining, failure reports, room table, second holders or Push. Whoever speaks 2 with a peer that
+negotiated 1 leaves the messages out that came with 2; new fields at the end of a message are ignored by the older side.
 
 Hashes travel as one `bytes` of 32-byte page hashes, columns of integers as lists: nothing here is a Python object per page
 except the integers of a column.
@@ -20,7 +23,7 @@ from collections.abc import Iterable
 import msgspec
 
 PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+PROTOCOL_MAX = 2
 
 HASH_BYTES = 32
 """Length of a page hash (SHA-256) on every wire."""
@@ -31,6 +34,9 @@ MAX_KEYS_PER_MESSAGE = 131_072
 MAX_NAMESPACES_PER_MESSAGE = 256
 """Parts of one logical page that are looked up together: a pool each, or a KV head each."""
 MAX_FRAME_BYTES = 64 << 20
+MAX_ROOM_LISTED = 32
+DRAM, COLD = 0, 1
+"""Tiers, as they stand on the wire."""
 
 
 class ProtocolError(Exception):
@@ -67,6 +73,8 @@ class Welcome(Message):
     node: str
     incarnation: bytes
     segment_bytes: int
+    data_key: bytes = b""
+    """With roles load and store: what proves membership on the data ports of other nodes (`hicache_mooncake.security`)."""
 
 
 class Exists(Message):
@@ -129,6 +137,8 @@ class Located(Message):
     """`master_down` when remote holders could not be asked for."""
     txn: int = 0
     room: list[int] = []
+    others: list[int] = []
+    """For each key the index into `peers` of another holder to try when the first fails, or -1. Empty: none has one."""
 
 
 class Peer(Message):
@@ -327,6 +337,52 @@ class FetchReply(Message):
     """Of the Fetch that this answers."""
 
 
+class Prove(Message):
+    """First message on a data connection where the cluster has a key: who connects, and a nonce for the server to sign."""
+
+    version: int
+    requester: str
+    nonce: bytes
+
+
+class Proof(Message):
+    """Answer to Prove with the server's own nonce, and the reader's answer to that with an empty one (`hicache_mooncake.security`)."""
+
+    nonce: bytes
+    mac: bytes
+
+
+class Push(Message):
+    """Give pages to another node: spilled ones, or hot ones of a node that ends. The answer is a PushReply; then follow the
+    bodies of the WRITE keys, in order, and the answer to those is a Pushed."""
+
+    version: int
+    requester: str
+    namespace: bytes
+    group: bytes
+    hashes: bytes
+    length: int
+    checksum: list[int]
+    """As in Located; the receiver checks each body against it before it counts."""
+    hot: bool = False
+    """False: spilled, to be evicted before the receiver's own pages. True: like a page that was just used there."""
+    id: int = 0
+
+
+class PushReply(Message):
+    """One of REFUSED, WRITE, HAVE a key."""
+
+    status: bytes
+    id: int = 0
+
+
+class Pushed(Message):
+    """1 per WRITE key that is now stored and visible."""
+
+    ok: bytes
+    id: int = 0
+
+
 # --------------------------------------------------------------------------- node <-> master
 
 
@@ -341,7 +397,11 @@ class Join(Message):
     port: int
     capacity_bytes: int
     seq: int
-    """Sequence number of the last update sent; the master asks for a snapshot when it does not know everything before it."""
+    """Number of the last update of this master's shard; the master asks for a snapshot when it does not know everything before
+    it."""
+    host_id: str = ""
+    """Nodes of one physical host say the same. Empty: a host of its own."""
+    draining: bool = False
 
 
 class Joined(Message):
@@ -351,6 +411,9 @@ class Joined(Message):
     heartbeat_s: float
     ttl_s: float
     want_snapshot: bool
+    warming: bool = False
+    gather_s: float = 0.005
+    """How long a node gathers changes for one update: longer in large clusters, so that updates do not flood the master."""
 
 
 class Beat(Message):
@@ -362,6 +425,20 @@ class Beat(Message):
     objects: int
     hits: int = 0
     lookups: int = 0
+    draining: bool = False
+    load: int = 0
+    """Bytes that this node sent to others since its last beat."""
+    want_room: bool = False
+
+
+class Room(msgspec.Struct, array_like=True):
+    """A node that can take pages. `age_s`: since it joined."""
+
+    peer: Peer
+    host_id: str
+    free_bytes: int
+    capacity_bytes: int
+    age_s: float
 
 
 class BeatReply(Message):
@@ -370,20 +447,25 @@ class BeatReply(Message):
     master: bytes
     known: bool
     want_snapshot: bool
+    warming: bool = False
+    gather_s: float = 0.005
+    room: list[Room] = []
+    """Where asked for: a random sample, at most MAX_ROOM_LISTED, of the other active nodes with room."""
 
 
 class Update(Message):
-    """One-way. Numbered per incarnation: seq n follows n-1. Pairs of (namespace, blob of 32-byte hashes)."""
+    """One-way. Numbered per incarnation and shard: seq n follows n-1. Pairs of (namespace, blob of 32-byte hashes)."""
 
     node: str
     incarnation: bytes
     seq: int
     added: list[tuple[bytes, bytes]]
     removed: list[tuple[bytes, bytes]]
+    tier: int = DRAM
 
 
 class Snapshot(Message):
-    """One-way. Everything the node holds as of update `seq`, in parts; part 0 empties what the master knew."""
+    """One-way. Everything the node holds of the master's shard as of update `seq`, in parts; part 0 empties what the master knew."""
 
     node: str
     incarnation: bytes
@@ -391,11 +473,20 @@ class Snapshot(Message):
     part: int
     last: bool
     added: list[tuple[bytes, bytes]]
+    tier: int = DRAM
 
 
 class Leave(Message):
     node: str
     incarnation: bytes
+
+
+class Report(Message):
+    """One-way, node -> master: reads from these nodes failed, so often since the last report."""
+
+    node: str
+    incarnation: bytes
+    failed: dict[str, int]
 
 
 class Question(msgspec.Struct, array_like=True):
@@ -411,6 +502,10 @@ class Answer(msgspec.Struct, array_like=True):
 
     holder: bytes
     peers: list[Peer]
+    others: bytes = b""
+    """A second holder, coded like `holder` and as long. Empty: no page has one."""
+    tiers: bytes = b""
+    """Tier of each of `peers`; one node may be there once a tier. Empty: all DRAM."""
 
 
 class Lookup(Message):
@@ -426,6 +521,8 @@ class LookupReply(Message):
 
     id: int
     answers: list[Answer]
+    warming: bool = False
+    """The master does not know of everything yet: absent here may be present."""
 
 
 class ClearNamespace(Message):
@@ -436,7 +533,8 @@ class ClearNamespace(Message):
 
 
 class ClusterStatus(Message):
-    pass
+    brief: bool = False
+    """No list of nodes: what kind of master is this?"""
 
 
 class NodeInfo(Message):
@@ -444,7 +542,7 @@ class NodeInfo(Message):
     host: str
     port: int
     state: str
-    """joining (no snapshot yet), active, suspected (heartbeat late), gone."""
+    """joining (no snapshot yet), active, sick (others cannot read from it), suspected (heartbeat late), draining, gone."""
     used_bytes: int
     capacity_bytes: int
     objects: int
@@ -452,6 +550,8 @@ class NodeInfo(Message):
     age_s: float
     hits: int = 0
     lookups: int = 0
+    host_id: str = ""
+    load: int = 0
 
 
 class ClusterReport(Message):
@@ -459,13 +559,23 @@ class ClusterReport(Message):
     version: int
     nodes: list[NodeInfo]
     keys: int
+    shard: int = 0
+    shards: int = 1
+    """Of the keys this master has those for which `shard_of(hash, shards) == shard`."""
+    warming: bool = False
+    role: str = ""
+    """leader or follower where roles are given out (etcd), else empty."""
+    masters: list[str] = []
+    """Addresses of all masters that this one knows of, where it can know."""
 
 
 FromClient = Hello | Exists | Locate | Release | Reserve | Commit | Touch | Clear | Missed | AdminStatus
 FromNode = Welcome | Refused | Found | Located | Reserved | Committed | Cleared | AdminReport
 ToMover = Attach | Transfer
 FromMover = Attached | Transferred | Refused
-ToMaster = Join | Beat | Update | Snapshot | Leave | Lookup | ClearNamespace | ClusterStatus
+ToMaster = Join | Beat | Update | Snapshot | Leave | Report | Lookup | ClearNamespace | ClusterStatus
+ToData = Prove | Proof | Fetch | Push
+FromData = Proof | FetchReply | PushReply | Pushed | Refused
 FromMaster = Joined | Refused | BeatReply | LookupReply | ClearNamespace | ClusterReport
 
 _encoder = msgspec.msgpack.Encoder()
@@ -489,6 +599,11 @@ def negotiate(their_min: int, their_max: int) -> int | None:
 def select_hashes(hashes: bytes, which: Iterable[int]) -> bytes:
     """The hashes at these positions of a blob, as a blob."""
     return b"".join([hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in which])
+
+
+def shard_of(page_hash: bytes, shards: int) -> int:
+    """Which of so many shards of the directory has this page hash."""
+    return int.from_bytes(page_hash[20:24], "little") % shards
 
 
 def count_hashes(hashes: bytes, limit: int = MAX_KEYS_PER_MESSAGE) -> int:
