@@ -346,7 +346,7 @@ class Prove(Message):
 
 
 class Proof(Message):
-    """Answer to Prove with the server's own nonce, and the reader's answer to that with an empty one (`hicache_mooncake.security`)."""
+    """Answer to Prove, with the server's own nonce; and the reader's answer to that, with an empty one."""
 
     nonce: bytes
     mac: bytes
@@ -465,7 +465,7 @@ class Update(Message):
 
 
 class Snapshot(Message):
-    """One-way. Everything the node holds of the master's shard as of update `seq`, in parts; part 0 empties what the master knew."""
+    """One-way. Everything that the node holds of the master's shard as of update `seq`, in parts; part 0 empties what it knew."""
 
     node: str
     incarnation: bytes
