@@ -465,7 +465,7 @@ class Update(Message):
 
 
 class Snapshot(Message):
-    """One-way. Everything that the node holds of the master's shard as of update `seq`, in parts; part 0 empties what it knew."""
+    """One-way. All that the node holds of the master's shard as of update `seq`, in parts; part 0 empties what it knew."""
 
     node: str
     incarnation: bytes
