@@ -429,6 +429,8 @@ class Beat(Message):
     load: int = 0
     """Bytes that this node sent to others since its last beat."""
     want_room: bool = False
+    room_bytes: int = -1
+    """Bytes below its low watermark: what it takes from others. -1: it does not say, and a tenth of it stays free."""
 
 
 class Room(msgspec.Struct, array_like=True):
