@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hicache_mooncake.node.allocator import GRANULE
-from hicache_mooncake.node.store import Store
+from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store
 from hicache_mooncake.protocol import FETCH, HAVE, LOCAL, MISS, REFUSED, REMOTE, WAIT, WRITE, WRONG_LENGTH
 from hicache_mooncake.testing.local import page_hash
 
@@ -408,3 +408,103 @@ def test_any_sequence_of_events_keeps_the_books(seed: int) -> None:
     while store.sweep():
         store.validate()
     assert store.used_bytes == 0
+
+
+def test_replicas_go_first_then_guests_then_own_pages() -> None:
+    store = small(6)
+    store_all(store, keys("own0", "own1"))
+    txn, *_ = store.reserve(1, NS, keys("guest0", "guest1"), PAGE, rank=GUEST)
+    store.commit(1, txn, b"\x01\x01", [0, 0])
+    txn, *_ = store.claim(1, NS, keys("copy0", "copy1"), PAGE, 0.0)
+    store.commit(1, txn, b"\x01\x01", [0, 0])
+    store.validate()
+    assert [page.hash for page in store.coldest(9)] == [
+        page_hash(n) for n in ("copy1", "copy0", "guest1", "guest0", "own1", "own0")
+    ]
+    assert [page.hash for page in store.hottest(3)] == [page_hash(n) for n in ("own0", "own1", "guest0")]
+    store_all(store, keys("x", "y", "z"))
+    assert present(store, "copy0", "copy1", "guest0", "guest1", "own0", "own1") == [0, 0, 1, 0, 1, 1]
+
+
+def test_a_guest_or_a_copy_that_is_written_here_or_is_the_last_one_becomes_an_own_page() -> None:
+    store = small(4)
+    txn, *_ = store.reserve(1, NS, keys("guest"), PAGE, rank=GUEST)
+    store.commit(1, txn, b"\x01", [0])
+    txn, *_ = store.claim(1, NS, keys("copy"), PAGE, 0.0)
+    store.commit(1, txn, b"\x01", [0])
+    store_all(store, keys("guest", "copy"))
+    (copy,) = store.coldest(9, REPLICA)
+    assert copy.hash == page_hash("copy"), "others hold it, whoever stores it once more"
+    store.set_rank(copy, OWN)
+    store.validate()
+    assert [page.hash for page in store.coldest(9, OWN)] == [page_hash("guest"), page_hash("copy")]
+    store.remove_page(copy)
+    store.set_rank(copy, GUEST)
+    store.validate()
+
+
+def test_a_part_that_is_stored_here_makes_the_whole_page_an_own_one() -> None:
+    store = small(4)
+    txn, *_ = store.claim(1, NS, keys("a"), PAGE, 0.0, MODEL)
+    store.commit(1, txn, b"\x01", [0])
+    store_all(store, keys("a"), namespace=OTHER, group=MODEL)
+    (page,) = store.coldest(9)
+    assert (page.rank, len(page.parts)) == (OWN, 2)
+    txn, *_ = store.claim(1, b"z" * 16, keys("a"), PAGE, 0.0, MODEL)
+    store.commit(1, txn, b"\x01", [0])
+    assert page.rank == OWN
+    store.validate()
+
+
+def test_room_for_guests_is_never_made_by_evicting() -> None:
+    store = small(3)
+    store_all(store, keys("a", "b"))
+    txn, status, _ = store.reserve(1, NS, keys("c", "d"), PAGE, rank=GUEST, evict=False)
+    assert list(status) == [WRITE, REFUSED]
+    assert present(store, "a", "b") == [1, 1]
+    store.commit(1, txn, b"\x01", [0])
+    store.validate()
+
+
+def test_a_page_is_given_away_whole_or_not_at_all() -> None:
+    store = small(4)
+    for namespace in (NS, OTHER):
+        store_all(store, keys("a"), namespace=namespace, group=MODEL)
+    (page,) = store.coldest(1)
+    pin = store.pin_pages(7, [page], 0.0)
+    assert store.coldest(1) == [], "it is being read"
+    sent = list(page.parts)
+    _, _, [third] = store.reserve(1, b"z" * 16, keys("a"), GRANULE, MODEL)
+    assert third % GRANULE == 0
+    assert store.remove_page(page, sent) == 0, "more of it is being written"
+    store.drop_owner(1)
+    assert store.remove_page(page, sent[:1]) == 0, "not all of its parts were sent"
+    assert store.remove_page(page, sent) == 2
+    assert store.remove_page(page, sent) == 0
+    assert store.used_bytes == 2 * PAGE, "still being read"
+    store.release(7, pin)
+    store.validate()
+    assert store.used_bytes == 0
+
+
+def test_room_below_the_low_watermark_is_what_others_may_send() -> None:
+    store = Store(10 * PAGE, high_watermark=0.8, low_watermark=0.5)
+    assert store.free_below_low == 5 * PAGE
+    store_all(store, keys(*range(7)))
+    assert store.free_below_low == 0
+
+
+def test_the_number_of_objects_is_capped_like_their_bytes() -> None:
+    """P88: millions of tiny pages must not take the host's memory with their index."""
+    store = small(100, max_objects=4)
+    assert store_all(store, keys(*range(6))) == b"\x01\x01\x01\x01\x00\x00"
+    assert store_all(store, keys("a", "b")) == b"\x01\x01"
+    assert (store.objects, present(store, 0, 1, 2, 3)) == (4, [1, 1, 0, 0])
+    txn, *_ = store.reserve(1, NS, keys("c", "d", "e"), PAGE)
+    store.validate()
+    _, status, _ = store.reserve(2, NS, keys("f", "g"), PAGE)
+    assert list(status) == [WRITE, REFUSED], "what is being written counts"
+    store.commit(1, txn, b"\x01" * 3, [0] * 3)
+    store.validate()
+    store.clear(NS)
+    assert store_all(store, keys("h")) == b"\x01", "cleared objects make way at once"

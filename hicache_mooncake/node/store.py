@@ -14,25 +14,33 @@ Owners are connections. Whatever an owner holds (pins, reservations) ends with `
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from hicache_mooncake.node.allocator import Allocator
 from hicache_mooncake.protocol import FETCH, HASH_BYTES, HAVE, LOCAL, REMOTE, WAIT, WRITE, WRONG_LENGTH
 
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
 
+OWN, GUEST, REPLICA = 0, 1, 2
+"""What a page is to this node: its own; given away by another node and evicted before the own ones; a copy of what other nodes
+hold as well, and evicted before all others."""
+_EVICTED = (REPLICA, GUEST, OWN)
+
 
 class LogicalPage:
-    """The parts of one page that this node holds. `writers` counts reservations for more of them."""
+    """The parts of one page that this node holds. `writers` counts reservations for more of them, `rank` is OWN, GUEST or
+    REPLICA. Each of `parts` has `namespace`, `hash`, `offset`, `length` and `checksum`; all of it is for reading only."""
 
-    __slots__ = ("group", "hash", "parts", "writers")
+    __slots__ = ("group", "hash", "parts", "rank", "writers")
 
     def __init__(self, group: bytes, page_hash: bytes) -> None:
         self.group = group
         self.hash = page_hash
         self.parts: list[Entry] = []
         self.writers = 0
+        self.rank = OWN
 
     @property
     def in_use(self) -> bool:
@@ -84,6 +92,7 @@ class Reservation:
     offsets: list[int]
     batch: bytes = b""
     """Hashes of the whole batch that these are of, in the order of its chain."""
+    rank: int = OWN
     claimed: bool = False
     """The bodies come from another node, and whoever else wants them waits for this."""
 
@@ -124,6 +133,7 @@ class Store:
         max_pinned_share: float = 0.5,
         track_changes: bool = False,
         max_changes: int = 1_000_000,
+        max_objects: int = 0,
     ) -> None:
         self.allocator = Allocator(capacity_bytes)
         self.high_bytes = int(self.allocator.capacity * high_watermark)
@@ -136,9 +146,12 @@ class Store:
         self._index: dict[bytes, dict[bytes, Entry]] = {}
         self._pages: dict[bytes, dict[bytes, LogicalPage]] = {}
         """By group and hash, those with parts or writers."""
-        self._order: OrderedDict[LogicalPage, None] = OrderedDict()
-        """Those with parts, least recently used first. Touched leaf first, so that the head of a chain outlives its tail."""
+        self._orders: list[OrderedDict[LogicalPage, None]] = [OrderedDict(), OrderedDict(), OrderedDict()]
+        """By rank, those with parts, least recently used first. Touched leaf first, so that the head of a chain outlives its
+        tail."""
+        self.max_objects = max_objects
         self._objects = 0
+        self._reserved = 0
         self._pins: dict[int, PinSet] = {}
         self._reservations: dict[int, Reservation] = {}
         self._claims: dict[tuple[bytes, bytes], tuple[int, float]] = {}
@@ -174,10 +187,9 @@ class Store:
         get = objects.get
         found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
         if touch:
-            move = self._order.move_to_end
             for entry in reversed(found):
                 if entry is not None:
-                    move(entry.page)
+                    self._orders[entry.page.rank].move_to_end(entry.page)
         column = bytes([entry is not None for entry in found])
         self.stats.hit_keys += column.count(1)
         return column
@@ -207,7 +219,7 @@ class Store:
             status[i], where[i], checksum[i] = LOCAL, entry.offset, entry.checksum
         if touch:
             for entry in reversed(pinned):
-                self._order.move_to_end(entry.page)
+                self._orders[entry.page.rank].move_to_end(entry.page)
         pin = self._new_id()
         if pinned:
             self._pins[pin] = PinSet(owner, pinned, now + self.pin_seconds)
@@ -235,17 +247,27 @@ class Store:
     # ------------------------------------------------------------------ stores
 
     def reserve(
-        self, owner: int, namespace: bytes, hashes: bytes, length: int, group: bytes = b""
+        self,
+        owner: int,
+        namespace: bytes,
+        hashes: bytes,
+        length: int,
+        group: bytes = b"",
+        *,
+        rank: int = OWN,
+        evict: bool = True,
     ) -> tuple[int, bytearray, list[int]]:
-        """Room for the keys that are not here: (transaction, status column, offsets). Evicts as needed, but no part of the
-        pages that are being written. Without a group the namespace is its own.
+        """Room for the keys that are not here: (transaction, status column, offsets). Evicts as needed, unless told not to,
+        but no part of the pages that are being written. Without a group the namespace is its own.
+
+        Pages become of `rank`; one that has parts of a better rank keeps that. A guest that is stored here is an own page.
 
         After the first key without room the rest is REFUSED too: without that page nobody could use them.
         """
         objects = self._index.get(namespace) or {}
         count = len(hashes) // HASH_BYTES
         status, where = bytearray(count), [0] * count
-        reservation = Reservation(owner, namespace, length, [], [], hashes)
+        reservation = Reservation(owner, namespace, length, [], [], hashes, rank)
         each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
         found = [objects.get(page_hash) for page_hash in each]
         present = [entry for entry in found if entry is not None and entry.length == length]
@@ -253,12 +275,7 @@ class Store:
             self._pin(entry)  # not evicted to make room for its own suffix
         missing = [i for i, entry in enumerate(found) if entry is None or entry.length != length]
         pages = [self._written(group or namespace, each[i]) for i in missing]
-        offsets = self.allocator.allocate_many(length, len(missing)) if missing else []
-        while len(offsets) < len(missing):
-            offset = self._allocate(length)
-            if offset is None:
-                break
-            offsets.append(offset)
+        offsets = self._allocate_many(length, len(missing), evict)
         for i, offset in zip(missing, offsets, strict=False):
             status[i], where[i] = WRITE, offset
             reservation.offsets.append(offset)
@@ -273,11 +290,14 @@ class Store:
         self._unpin(present)
         for entry in reversed(present):
             if not entry.dead:
-                self._order.move_to_end(entry.page)
+                if rank == OWN and entry.page.rank == GUEST:
+                    self._rank(entry.page, OWN)
+                self._orders[entry.page.rank].move_to_end(entry.page)
         self.stats.had += len(present)
         txn = self._new_id()
         if reservation.offsets:
             self._reservations[txn] = reservation
+            self._reserved += len(reservation.offsets)
         return txn, status, where
 
     def claim(
@@ -287,7 +307,8 @@ class Store:
         FETCH, WAIT where another has claimed the page, REMOTE where there is no room, offsets of the FETCH ones). `batch`: all
         pages of the read, in the order of their chain.
 
-        Commit the transaction like that of `reserve`; the claims end with it, or after `claim_seconds`: the reader is frozen.
+        The pages become replicas. Commit the transaction like that of `reserve`; the claims end with it, or after
+        `claim_seconds`: the reader is frozen.
         """
         count = len(hashes) // HASH_BYTES
         each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
@@ -297,7 +318,7 @@ class Store:
         ]
         column = bytearray([WAIT]) * count
         wanted = b"".join(each[i] for i in free)
-        txn, status, where = self.reserve(owner, namespace, wanted, length, group)
+        txn, status, where = self.reserve(owner, namespace, wanted, length, group, rank=REPLICA)
         for i, reserved in zip(free, status, strict=True):
             column[i] = FETCH if reserved == WRITE else REMOTE
         reservation = self._reservations.get(txn)
@@ -327,6 +348,7 @@ class Store:
         if reservation is None or reservation.owner != owner:
             return bytes(len(ok))
         del self._reservations[txn]
+        self._reserved -= len(reservation.offsets)
         self._end_claims(txn, reservation)
         result = bytearray(len(reservation.offsets))
         fresh: list[Entry] = []
@@ -350,8 +372,12 @@ class Store:
                 objects = self._index.setdefault(reservation.namespace, {})
             entry = Entry(objects, page, reservation.namespace, page_hash, offset, reservation.length, checksum)
             objects[page_hash] = entry
+            if not page.parts:
+                page.rank = reservation.rank
+                self._orders[page.rank][page] = None
+            elif reservation.rank < page.rank:
+                self._rank(page, reservation.rank)
             page.parts.append(entry)
-            self._order.setdefault(page)
             self._objects += 1
             fresh.append(entry)
             self.stats.stored += 1
@@ -374,6 +400,7 @@ class Store:
             self._unpin(self._pins.pop(pin).entries)
         for txn in [txn for txn, held in self._reservations.items() if held.owner == owner]:
             reservation = self._reservations.pop(txn)
+            self._reserved -= len(reservation.offsets)
             self._end_claims(txn, reservation)
             for page, offset in zip(reservation.pages, reservation.offsets, strict=True):
                 self._not_written(page)
@@ -425,6 +452,48 @@ class Store:
             self._evicting = False
         return gone
 
+    # ------------------------------------------------------------------ whole pages: what is given away, what is kept
+
+    @property
+    def free_below_low(self) -> int:
+        """Bytes that can come before the low watermark is reached."""
+        return max(0, self.low_bytes - self.allocator.used)
+
+    def coldest(self, limit: int, rank: int | None = None) -> list[LogicalPage]:
+        """At most `limit` pages that nobody reads or writes, in the order in which they would be evicted: of one rank, or of
+        all. Changes nothing."""
+        orders = [self._orders[rank]] if rank is not None else [self._orders[each] for each in _EVICTED]
+        free = (page for order in orders for page in order if not page.in_use)
+        return list(itertools.islice(free, limit))
+
+    def hottest(self, limit: int, rank: int | None = None) -> list[LogicalPage]:
+        """At most `limit` pages that nobody writes, most recently used first, the head of a chain before its tail."""
+        orders = [self._orders[rank]] if rank is not None else [self._orders[each] for each in reversed(_EVICTED)]
+        whole = (page for order in orders for page in reversed(order) if not page.writers)
+        return list(itertools.islice(whole, limit))
+
+    def pin_pages(self, owner: int, pages: Iterable[LogicalPage], now: float) -> int:
+        """Pins all parts of these pages, those that are still held; ends like the pin of `locate`. Returns the pin's id."""
+        entries = [part for page in pages for part in page.parts if not part.dead]
+        pin = self._new_id()
+        for entry in entries:
+            self._pin(entry)
+        if entries:
+            self._pins[pin] = PinSet(owner, entries, now + self.pin_seconds)
+        return pin
+
+    def remove_page(self, page: LogicalPage, parts: Sequence[Entry] | None = None) -> int:
+        """Forget a page; memory comes back when its last reader is done. Returns how many objects went: none when it is gone
+        already, more of it is being written, or, with `parts`, it has not exactly these any longer."""
+        if page.writers or (parts is not None and (len(parts) != len(page.parts) or any(a not in page.parts for a in parts))):
+            return 0
+        return self._remove_page(page)
+
+    def set_rank(self, page: LogicalPage, rank: int) -> None:
+        """Make it OWN, GUEST or REPLICA. It counts as used now among those of its new rank. Nothing for a page that is gone."""
+        if page.parts and page.rank != rank:
+            self._rank(page, rank)
+
     # ------------------------------------------------------------------ directory
 
     def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
@@ -450,6 +519,23 @@ class Store:
         self._next_id += 1
         return self._next_id
 
+    def _allocate_many(self, length: int, count: int, evict: bool) -> list[int]:
+        """Room for up to `count` bodies, within the cap on objects."""
+        if not count:
+            return []
+        if self.max_objects:
+            while evict and self._objects + self._reserved + count > self.max_objects:
+                if not self.sweep(1) and not self._evict_one():
+                    break
+            count = min(count, max(0, self.max_objects - self._objects - self._reserved))
+        offsets = self.allocator.allocate_many(length, count) if count else []
+        while evict and len(offsets) < count:
+            offset = self._allocate(length)
+            if offset is None:
+                break
+            offsets.append(offset)
+        return offsets
+
     def _allocate(self, length: int) -> int | None:
         """Room for one body; cleared objects make it first, then least recently used ones, until there is a block that fits."""
         if length > self.allocator.capacity:
@@ -463,16 +549,23 @@ class Store:
         return None
 
     def _evict_one(self) -> bool:
-        """Forget the least recently used page that nobody reads or writes. Those in use met on the way move up."""
-        for _ in range(len(self._order)):
-            page = next(iter(self._order))
-            if page.in_use:
-                self._order.move_to_end(page)
-                continue
-            self.stats.evicted_bytes += sum(part.length for part in page.parts)
-            self.stats.evicted += self._remove_page(page)
-            return True
+        """Forget the page that goes first of those that nobody reads or writes. Those in use met on the way move up."""
+        for rank in _EVICTED:
+            order = self._orders[rank]
+            for _ in range(len(order)):
+                page = next(iter(order))
+                if page.in_use:
+                    order.move_to_end(page)
+                    continue
+                self.stats.evicted_bytes += sum(part.length for part in page.parts)
+                self.stats.evicted += self._remove_page(page)
+                return True
         return False
+
+    def _rank(self, page: LogicalPage, rank: int) -> None:
+        del self._orders[page.rank][page]
+        page.rank = rank
+        self._orders[rank][page] = None
 
     def _remove_page(self, page: LogicalPage) -> int:
         parts = list(page.parts)
@@ -489,7 +582,7 @@ class Store:
         page.parts.remove(entry)
         self._objects -= 1
         if not page.parts:
-            del self._order[page]
+            del self._orders[page.rank][page]
             self._drop_if_empty(page)
         entry.dead = True
         self._note(False, entry)
@@ -504,7 +597,7 @@ class Store:
         for at in range(len(hashes) - HASH_BYTES, -1, -HASH_BYTES):
             entry = objects.get(hashes[at : at + HASH_BYTES])
             if entry is not None:
-                self._order.move_to_end(entry.page)
+                self._orders[entry.page.rank].move_to_end(entry.page)
 
     def _end_claims(self, txn: int, reservation: Reservation) -> None:
         for page in reservation.pages if reservation.claimed else ():
@@ -557,8 +650,8 @@ class Store:
         self._changes.append((added, entry.namespace, entry.hash))
 
     def entries(self) -> Iterator[Entry]:
-        """Every object, those of the least recently used pages first."""
-        return (part for page in self._order for part in page.parts)
+        """Every object, those of the pages that go first first."""
+        return (part for rank in _EVICTED for page in self._orders[rank] for part in page.parts)
 
     def validate(self) -> None:
         """Everything that must hold between two calls; tests run it after every event."""
@@ -570,7 +663,11 @@ class Store:
         assert len(indexed) == self._objects
         pages = [page for pages in self._pages.values() for page in pages.values()]
         assert all(self._pages[page.group][page.hash] is page for page in pages)
-        assert {id(page) for page in pages if page.parts} == set(map(id, self._order)), "pages with parts can be evicted"
+        for rank, order in enumerate(self._orders):
+            ranked = {id(page) for page in pages if page.parts and page.rank == rank}
+            assert ranked == set(map(id, order)), "pages with parts can be evicted, each by its rank"
+        assert self._reserved == sum(len(held.offsets) for held in self._reservations.values())
+        assert not self.max_objects or self._objects + self._reserved <= self.max_objects
         writers = Counter(id(page) for held in self._reservations.values() for page in held.pages)
         assert all((page.parts or page.writers) and page.writers == writers[id(page)] for page in pages)
         assert all(part.page is page and part.hash == page.hash for page in pages for part in page.parts)
