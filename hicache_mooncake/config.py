@@ -36,9 +36,11 @@ from hicache_mooncake.config_values import (
     ConfigError,
     available_memory_bytes,
     default_dram_bytes,
+    default_host_id,
     default_socket,
     display,
     is_loopback,
+    is_remote_master,
     join_address,
     parse_bool,
     parse_size,
@@ -73,6 +75,9 @@ class Settings:
     """host:port under which other nodes reach this one, port 0 for the one it listens on; "" = derived from `listen`."""
     masters: tuple[str, ...] = ()
     name: str = field(default_factory=lambda: os.uname().nodename)
+    host_id: str = field(default_factory=default_host_id)
+    key_file: str = ""
+    allow_unauthenticated: bool = False
     deadline_s: float = 2.0
     copy_mode: str = "auto"
     model_id: str = ""
@@ -86,6 +91,12 @@ class Settings:
     metrics: str = ""
     high_watermark: float = 0.95
     low_watermark: float = 0.90
+    eviction: str = "lru"
+    spill: bool = True
+    replicate_after: int = 2
+    """0: never."""
+    drain_s: float = 10.0
+    """0: not at all."""
     hugepages: bool = False
     log_level: str = "info"
     sources: dict[str, str] = field(default_factory=dict, compare=False)
@@ -340,6 +351,7 @@ class _Loader:
             self._check_dram(given["dram_bytes"])
         if values["node"] == "embedded":
             self._resolve_listen(given, values, sources)
+            self._check_key(given, values, sources)
         settings = Settings(sources=sources, **values)  # type: ignore[arg-type]
         if not settings.low_watermark < settings.high_watermark:
             low, high = given.get("low_watermark"), given.get("high_watermark")
@@ -391,7 +403,7 @@ class _Loader:
     def _resolve_listen(self, given: Mapping[str, Given], values: dict[str, object], sources: dict[str, str]) -> None:
         masters = values.get("masters", ())
         assert isinstance(masters, tuple)
-        remote = [master for master in masters if not is_loopback(split_address(master)[0])]
+        remote = [master for master in masters if is_remote_master(master)]
         advertise = given.get("advertise")
         outward = bool(advertise and advertise.value and not is_loopback(split_address(str(advertise.value))[0]))
         if "listen" not in values:
@@ -422,6 +434,38 @@ class _Loader:
                 f"other hosts cannot reach a loopback address, and the master {remote[0]} is on one: advertise this "
                 "host's own address",
             )
+
+    def _check_key(self, given: Mapping[str, Given], values: dict[str, object], sources: dict[str, str]) -> None:
+        """Without a key this host's own processes are the only ones that are served, unless the operator says otherwise."""
+        if values.get("key_file"):
+            if values.get("allow_unauthenticated"):
+                self.notices.append(
+                    f"allow_unauthenticated (from {sources['allow_unauthenticated']}) changes nothing: there is a key, "
+                    f"{values['key_file']}, and only who has it is served"
+                )
+            return
+        if values.get("allow_unauthenticated"):
+            return
+        masters = values.get("masters", ())
+        assert isinstance(masters, tuple)
+        remote = next((master for master in masters if is_remote_master(master)), "")
+        listen = str(values.get("listen", Settings.listen))
+        if remote:
+            item = given["masters"]
+            name, origin, raw, what = item.name, item.origin, item.raw, f"{remote} is on another host"
+        elif not is_loopback(split_address(listen)[0]):
+            name, origin, raw, what = "listen", sources["listen"], listen, "other hosts reach this address"
+        else:
+            return
+        raise ConfigError(name, origin, raw, f"{what}, and this cluster has no key. {TWO_WAYS_OUT}")
+
+
+TWO_WAYS_OUT = (
+    "Make a key once with `hicache-mooncake keygen FILE`, copy it to every host and set key_file "
+    "(HICACHE_MOONCAKE_KEY_FILE, --key-file) for all nodes and masters; or, where everybody who reaches these ports may read, "
+    "add and clear pages, set allow_unauthenticated (HICACHE_MOONCAKE_ALLOW_UNAUTHENTICATED=true, --allow-unauthenticated)"
+)
+"""For the error of whoever may not be reached, or reach out, without a key."""
 
 
 def load_settings(

@@ -45,7 +45,8 @@ engines on a host with `global_segment_size` 4gb take 8 GiB there, and share one
 _MOONCAKE = """\
 ## Settings of the built-in Mooncake backend
 
-A deployment made for SGLang's built-in backend starts unchanged. What each of its settings does here:
+A deployment made for SGLang's built-in backend starts with its settings unchanged, on one host as it is, on several with a
+`key_file` (or `allow_unauthenticated`) besides. What each of its settings does here:
 """
 
 _OTHERS = f"""\
@@ -59,6 +60,7 @@ Options of `mooncake_master` and `mooncake_client` have these counterparts:
 | there | here |
 |---|---|
 | `mooncake_master --rpc_port` | `hicache-mooncake master --listen` |
+| `mooncake_master --enable_ha --etcd_endpoints --cluster_id` | `hicache-mooncake master --etcd --cluster` |
 | `mooncake_master --eviction_high_watermark_ratio` | `high_watermark`, on each node |
 | `mooncake_master --eviction_ratio` | `high_watermark` minus `low_watermark` |
 | `mooncake_master --default_kv_lease_ttl` | none: a page that is being read is pinned by the node for as long as that takes |

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from hicache_mooncake.config_values import (
     COPY_MODES,
+    DEFAULT_CLUSTER,
     DEFAULT_MASTER_PORT,
+    EVICTIONS,
     LOG_LEVELS,
     NODE_MODES,
     choice_of,
@@ -16,8 +18,12 @@ from hicache_mooncake.config_values import (
     parse_advertise,
     parse_bool,
     parse_deadline,
+    parse_drain,
+    parse_fetches,
     parse_fraction,
     parse_heads,
+    parse_host_id,
+    parse_key_file,
     parse_masters,
     parse_metrics,
     parse_name,
@@ -82,7 +88,8 @@ SETTINGS: tuple[Setting, ...] = (
         parse_address,
         "127.0.0.1:0; 0.0.0.0:0 when a master on another host is set",
         "host:port on which the node serves pages to other nodes; port 0 lets the system choose, IPv6 goes in brackets. "
-        "The wire has no authentication: use the cluster's own network.",
+        "An address that other hosts reach needs key_file: members prove that they have the key, and nobody else is served. "
+        "Page bytes then travel in the clear (docs/security.md).",
         "--listen",
     ),
     Setting(
@@ -101,7 +108,8 @@ SETTINGS: tuple[Setting, ...] = (
         parse_masters,
         "none: this host's cache alone",
         f"Metadata masters, host:port separated by commas; port {DEFAULT_MASTER_PORT} if left out. Several are equals: "
-        "each holds the whole directory.",
+        "each holds the whole directory, or the whole of its shard. Or etcd://host:2379,host:2379/CLUSTER: the masters that "
+        f"registered there under that name (`{DEFAULT_CLUSTER}` if left out) with `hicache-mooncake master --etcd`.",
         "--master",
     ),
     Setting(
@@ -112,6 +120,36 @@ SETTINGS: tuple[Setting, ...] = (
         "the host's name",
         "Name of the node in the cluster. Must be unique: a node that joins under a name replaces the one that had it.",
         "--name",
+    ),
+    Setting(
+        "host_id",
+        "HICACHE_MOONCAKE_HOST_ID",
+        ("host_id",),
+        parse_host_id,
+        "the kernel's boot id, else /etc/machine-id, else the host's name",
+        "Which physical host this is. Nodes that say the same are one host: pages are read from a node on the reader's own "
+        "host first. The default is alike in all containers of a machine; where it is not (a sandbox with a kernel of its own), "
+        "set it to the name of the Kubernetes node.",
+        "--host-id",
+    ),
+    Setting(
+        "key_file",
+        "HICACHE_MOONCAKE_KEY_FILE",
+        ("key_file",),
+        parse_key_file,
+        "none",
+        "The cluster's key, made once by `hicache-mooncake keygen FILE` and copied to every host: nodes, masters and "
+        "`hicache-mooncake status` need it, engines do not. Without it only loopback addresses are served and used.",
+        "--key-file",
+    ),
+    Setting(
+        "allow_unauthenticated",
+        "HICACHE_MOONCAKE_ALLOW_UNAUTHENTICATED",
+        ("allow_unauthenticated",),
+        parse_bool,
+        "false",
+        "Serve and use other hosts without a key: everybody who reaches the ports may then read, add and clear pages.",
+        "--allow-unauthenticated",
     ),
     Setting(
         "deadline_s",
@@ -226,6 +264,44 @@ SETTINGS: tuple[Setting, ...] = (
         "--low-watermark",
     ),
     Setting(
+        "eviction",
+        "HICACHE_MOONCAKE_EVICTION",
+        ("eviction",),
+        choice_of(EVICTIONS),
+        "lru",
+        f"Which pages go first when room is needed: {', '.join(EVICTIONS)}. Under each of them the tail of a chain of pages "
+        "goes before its head.",
+        "--eviction",
+    ),
+    Setting(
+        "spill",
+        "HICACHE_MOONCAKE_SPILL",
+        ("spill",),
+        parse_bool,
+        "true",
+        "Give the coldest pages to nodes that have room, instead of dropping them.",
+        "--spill",
+    ),
+    Setting(
+        "replicate_after",
+        "HICACHE_MOONCAKE_REPLICATE_AFTER",
+        ("replicate_after",),
+        parse_fetches,
+        "2",
+        "A page of another node that this host's engines fetched so often within a minute stays here as well. 0: never.",
+        "--replicate-after",
+    ),
+    Setting(
+        "drain_s",
+        "HICACHE_MOONCAKE_DRAIN_S",
+        ("drain_s",),
+        parse_drain,
+        "10",
+        "How long a node that is told to end (SIGTERM) may hand its most used pages to others. 0: it ends at once. Give the "
+        "service manager some seconds more before it kills.",
+        "--drain-s",
+    ),
+    Setting(
         "hugepages",
         "HICACHE_MOONCAKE_HUGEPAGES",
         ("hugepages",),
@@ -301,9 +377,8 @@ MOONCAKE_SETTINGS: tuple[MooncakeSetting, ...] = (
         "masters",
         ("MOONCAKE_MASTER",),
         ("master_server_address",),
-        "sets `masters`. The address is that of `hicache-mooncake master`, not of `mooncake_master`. etcd://, redis:// "
-        "and the like are refused: "
-        "a static list is what works now",
+        "sets `masters`. The address is that of `hicache-mooncake master`, not of `mooncake_master`. etcd://host:2379/CLUSTER "
+        "works as there; redis:// and the like are refused",
     ),
     MooncakeSetting(
         "dram_bytes",

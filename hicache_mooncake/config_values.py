@@ -11,11 +11,15 @@ SUN_PATH_BYTES = 107
 DEFAULT_DRAM_BYTES = 4 << 30
 MIN_DRAM_BYTES = 1 << 20
 DEFAULT_MASTER_PORT = 50051
+DEFAULT_ETCD_PORT = 2379
+DEFAULT_CLUSTER = "default"
+MAX_DRAIN_S = 3600.0
 MAX_TEXT = 512
 MAX_FILE_BYTES = 1 << 20
 
 NODE_MODES = ("auto", "embedded", "external", "off")
 COPY_MODES = ("auto", "memfd", "process_vm", "segment")
+EVICTIONS = ("lru", "s3fifo", "cost")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -83,8 +87,49 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+_LOOPBACK = re.compile(r"localhost(\.localdomain)?|::1|127(\.\d{1,3}){3}")
+
+
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "localhost.localdomain", "::1") or host.startswith("127.")
+    return _LOOPBACK.fullmatch(host) is not None
+
+
+_CLUSTER = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def parse_cluster(value: object) -> str:
+    """Name of a cluster in etcd. Raises ValueError."""
+    text = parse_text(value) or DEFAULT_CLUSTER
+    if _CLUSTER.fullmatch(text) is None:
+        raise ValueError("a cluster's name has 1 to 64 letters, digits, dots, dashes or underscores")
+    return text
+
+
+def split_etcd(text: str) -> tuple[list[tuple[str, int]], str]:
+    """`etcd://host:2379,host2:2379/CLUSTER` as (addresses, cluster). Port and cluster may be left out. Raises ValueError."""
+    scheme, _, rest = text.strip().partition("://")
+    if scheme != "etcd":
+        raise ValueError("etcd is written etcd://host:2379,host2:2379/CLUSTER")
+    hosts, _, cluster = rest.partition("/")
+    addresses = [split_address(host, DEFAULT_ETCD_PORT) for host in hosts.split(",") if host.strip()]
+    if not addresses or not all(port for _, port in addresses):
+        raise ValueError("etcd needs the address of at least one of its servers: etcd://host:2379/CLUSTER")
+    return list(dict.fromkeys(addresses)), parse_cluster(cluster.strip("/"))
+
+
+def is_etcd(master: str) -> bool:
+    """Is this value of `masters` a place where to look for masters, and not the address of one?"""
+    return master.startswith("etcd://")
+
+
+def master_addresses(master: str) -> list[tuple[str, int]]:
+    """(host, port) of a master, or of the etcd servers that know the masters. Raises ValueError."""
+    return split_etcd(master)[0] if is_etcd(master) else [split_address(master, DEFAULT_MASTER_PORT)]
+
+
+def is_remote_master(master: str) -> bool:
+    """Does reaching it take the connection off this host?"""
+    return any(not is_loopback(host) for host, _ in master_addresses(master))
 
 
 def parse_address(value: object) -> str:
@@ -107,14 +152,18 @@ def parse_metrics(value: object) -> str:
 
 
 def parse_masters(value: object) -> tuple[str, ...]:
-    given = value if isinstance(value, list | tuple) else [value]
-    parts = [part for item in given for part in parse_text(item).split(",")]
+    given = [parse_text(item) for item in (value if isinstance(value, list | tuple) else [value])]
+    if any(is_etcd(text) for text in given):
+        if len(given) > 1:
+            raise ValueError("the masters are either found through one etcd://host:2379/CLUSTER or given as a list, not both")
+        addresses, cluster = split_etcd(given[0])
+        return (f"etcd://{','.join(join_address(host, port) for host, port in addresses)}/{cluster}",)
     masters: list[str] = []
-    for text in map(str.strip, parts):
+    for text in (part.strip() for item in given for part in item.split(",")):
         if "://" in text:
             raise ValueError(
-                "leader discovery through etcd, redis or Kubernetes is not there yet: give the masters as a static list, "
-                '"host1:50051,host2:50051" (several masters need no election: each holds the whole directory)'
+                "masters are found through etcd (etcd://host:2379/CLUSTER) or given as a static list, "
+                '"host1:50051,host2:50051"; redis and Kubernetes are not there'
             )
         if text:
             host, port = split_address(text, DEFAULT_MASTER_PORT)
@@ -186,6 +235,33 @@ def parse_heads(value: object) -> int:
     return int(number)
 
 
+def parse_drain(value: object) -> float:
+    seconds = parse_number(value)
+    if not 0 <= seconds <= MAX_DRAIN_S:
+        raise ValueError(f"a node drains for 0 (not at all) to {MAX_DRAIN_S:g} s")
+    return seconds
+
+
+def parse_fetches(value: object) -> int:
+    number = parse_number(value)
+    if not (0 <= number <= 1_000_000 and number == int(number)):
+        raise ValueError("a number of fetches is a whole number, and 0 means never")
+    return int(number)
+
+
+def parse_key_file(value: object) -> str:
+    """Absolute path of the key file, or "". A node that an engine starts has another working directory."""
+    text = parse_text(value)
+    return os.path.abspath(os.path.expanduser(text)) if text else ""
+
+
+def parse_host_id(value: object) -> str:
+    text = parse_text(value)
+    if len(text) > 128:
+        raise ValueError("a host's identity has at most 128 characters")
+    return text or default_host_id()
+
+
 def parse_fraction(value: object) -> float:
     number = parse_number(value)
     if not 0 < number <= 1:
@@ -230,6 +306,16 @@ def _read(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def default_host_id() -> str:
+    """What every process on this machine sees alike, in containers too: the kernel's boot id, else the machine id, else the
+    host's name. A machine id is no good first choice: images carry one baked in, on every host the same."""
+    for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
+        text = _read(path).strip()
+        if text and len(text) <= 128 and text.isprintable():
+            return text
+    return os.uname().nodename
 
 
 def _cgroup_room(directory: str) -> int | None:

@@ -14,7 +14,8 @@ import pytest
 from hicache_mooncake import config_values
 from hicache_mooncake.config import ConfigError, Settings, load_settings, parse_size, split_address
 from hicache_mooncake.config_docs import markdown
-from hicache_mooncake.config_table import BY_ATTRIBUTE, MOONCAKE_BY_ENV, MOONCAKE_BY_KEY, SETTINGS, SGLANG_KEYS
+from hicache_mooncake.config_table import BY_ATTRIBUTE, BY_KEY, MOONCAKE_BY_ENV, MOONCAKE_BY_KEY, SETTINGS, SGLANG_KEYS
+from hicache_mooncake.config_values import parse_masters
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -69,8 +70,8 @@ def test_each_layer_overrides_the_one_below_and_tells_so(tmp_path: Path) -> None
 
 
 def test_layers_are_merged_setting_by_setting() -> None:
-    settings = load({"tag": "blue"}, MOONCAKE_MASTER="10.0.0.1:50051", HICACHE_MOONCAKE_TENANT="a")
-    assert (settings.tag, settings.masters, settings.tenant) == ("blue", ("10.0.0.1:50051",), "a")
+    settings = load({"tag": "blue"}, MOONCAKE_MASTER="127.0.0.1:50051", HICACHE_MOONCAKE_TENANT="a")
+    assert (settings.tag, settings.masters, settings.tenant) == ("blue", ("127.0.0.1:50051",), "a")
 
 
 def test_an_empty_variable_counts_as_not_set() -> None:
@@ -87,12 +88,15 @@ def test_an_explicit_none_counts_as_not_given_and_an_empty_list_of_masters_as_no
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("c.json", '{"master_server_address": "h1:1,h2", "tag": "x"}'), ("c.toml", 'masters = ["h1:1", "h2"]\ntag = "x"\n')],
+    [
+        ("c.json", '{"master_server_address": "127.0.0.1:1,localhost", "tag": "x"}'),
+        ("c.toml", 'masters = ["127.0.0.1:1", "localhost"]\ntag = "x"\n'),
+    ],
 )
 def test_the_config_file_is_json_or_toml(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
     settings = load(SGLANG_HICACHE_MOONCAKE_CONFIG_PATH=str(tmp_path / name))
-    assert settings.masters == ("h1:1", "h2:50051")
+    assert settings.masters == ("127.0.0.1:1", "localhost:50051")
     assert settings.tag == "x"
 
 
@@ -126,6 +130,9 @@ def test_every_setting_can_be_given_in_every_layer() -> None:
         "advertise": "h:7000",
         "masters": "m:1",
         "name": "n7",
+        "host_id": "rack-3-host-7",
+        "key_file": "/etc/hicache-mooncake/key",
+        "allow_unauthenticated": "true",
         "deadline_s": 1.5,
         "copy_mode": "segment",
         "model_id": "org/m@r1",
@@ -138,6 +145,10 @@ def test_every_setting_can_be_given_in_every_layer() -> None:
         "metrics": "127.0.0.1:9404",
         "high_watermark": 0.8,
         "low_watermark": 0.5,
+        "eviction": "s3fifo",
+        "spill": "false",
+        "replicate_after": 0,
+        "drain_s": 2.5,
         "hugepages": True,
         "log_level": "debug",
     }
@@ -151,22 +162,34 @@ def test_every_setting_can_be_given_in_every_layer() -> None:
 
 
 def test_the_options_of_a_node_start_it_with_the_same_settings() -> None:
-    settings = load({"master": "a:1,b:2", "listen": "0.0.0.0:0", "hugepages": True, "dram": "1gb", "metrics": ""})
+    settings = load(
+        {
+            "master": "a:1,b:2",
+            "listen": "0.0.0.0:0",
+            "hugepages": True,
+            "dram": "1gb",
+            "metrics": "",
+            "key_file": "/etc/pool.key",
+            "spill": False,
+            "drain_s": 3,
+        }
+    )
     options = settings.node_options()
     explicit: dict[str, object] = {"node": "embedded"}
     rest = iter(options)
     for option in rest:
-        name = option.removeprefix("--").replace("-", "_")
-        explicit[name] = True if name == "hugepages" else next(rest)
+        name = option.removeprefix("--").removeprefix("no-").replace("-", "_")
+        is_switch = isinstance(getattr(settings, BY_KEY[name].attribute), bool)
+        explicit[name] = not option.startswith("--no-") if is_switch else next(rest)
     again = load_settings(None, {"MOONCAKE_MASTER": "other:1"}, explicit)[0]
     assert all(getattr(again, s.attribute) == getattr(settings, s.attribute) for s in SETTINGS if s.option)
     assert "--no-hugepages" in load().node_options()
 
 
 def test_the_start_up_line_tells_what_was_set_and_where() -> None:
-    line = load({"tag": "blue"}, MOONCAKE_MASTER="10.0.0.1").describe()
+    line = load({"tag": "blue"}, MOONCAKE_MASTER="127.0.0.1").describe()
     assert "tag=blue (extra_config tag)" in line
-    assert "masters=10.0.0.1:50051 (MOONCAKE_MASTER)" in line
+    assert "masters=127.0.0.1:50051 (MOONCAKE_MASTER)" in line
     assert "deadline_s=2.0," in line
     assert "\n" not in line
 
@@ -272,7 +295,7 @@ def test_a_socket_that_was_set_means_that_a_node_runs_already() -> None:
 # --------------------------------------------------------------------------- what the built-in backend's settings mean
 
 SILENT = {
-    "MOONCAKE_MASTER": ("10.0.0.1:50051", "masters", ("10.0.0.1:50051",)),
+    "MOONCAKE_MASTER": ("127.0.0.1:50051", "masters", ("127.0.0.1:50051",)),
     "MOONCAKE_GLOBAL_SEGMENT_SIZE": ("2gb", "dram_bytes", 2 * GIB),
     "MOONCAKE_LOCAL_HOSTNAME": ("h7", "name", "h7"),
     "LOCAL_HOSTNAME": ("h7:12345", "advertise", "h7:0"),
@@ -351,7 +374,7 @@ def test_the_backend_tag_is_the_tag_and_group_semantics_are_always_on() -> None:
     assert "always found together" in notices({"enable_group_semantics": False})[0]
 
 
-def test_a_deployment_of_the_built_in_backend_starts_unchanged() -> None:
+def test_a_deployment_of_the_built_in_backend_starts_as_it_is_with_a_key_besides() -> None:
     settings, said = load_settings(
         {
             "master_server_address": "10.13.3.232:50051",
@@ -363,7 +386,7 @@ def test_a_deployment_of_the_built_in_backend_starts_unchanged() -> None:
             "tenant_id": "tenant-a",
             "prefetch_threshold": 256,
         },
-        {"MOONCAKE_MASTER_PORT": "tcp://10.0.0.9:50051"},
+        {"MOONCAKE_MASTER_PORT": "tcp://10.0.0.9:50051", "HICACHE_MOONCAKE_KEY_FILE": "/etc/pool.key"},
     )
     assert settings.masters == ("10.13.3.232:50051",)
     assert settings.dram_bytes == 4 * GIB
@@ -390,15 +413,113 @@ def test_a_processes_own_hostname_wins_over_the_one_sent_to_all_hosts_and_a_name
     assert (settings.name, settings.advertise) == ("n7", "mine:0")
 
 
-@pytest.mark.parametrize("address", ["etcd://10.0.0.1:2379", "redis://h:6379", "k8s://ns/name"])
-def test_leader_discovery_is_refused_and_the_static_list_named(address: str) -> None:
-    with pytest.raises(ConfigError, match="static list"):
+@pytest.mark.parametrize("address", ["redis://h:6379", "k8s://ns/name", "a:1,etcd://b:2379", "http://h:1"])
+def test_discovery_that_is_not_there_is_refused_and_what_is_there_named(address: str) -> None:
+    with pytest.raises(ConfigError, match="etcd://host:2379/CLUSTER"):
         load(MOONCAKE_MASTER=address)
 
 
+@pytest.mark.parametrize(
+    ("given", "masters"),
+    [
+        ("etcd://10.0.0.1:2379/prod", "etcd://10.0.0.1:2379/prod"),
+        ("etcd://10.0.0.1", "etcd://10.0.0.1:2379/default"),
+        (" etcd://a:1, [::1]:2,a:1/x/ ", "etcd://a:1,[::1]:2/x"),
+    ],
+)
+def test_masters_may_be_found_through_etcd(given: str, masters: str) -> None:
+    settings = load(MOONCAKE_MASTER=given, HICACHE_MOONCAKE_KEY_FILE="/k")
+    assert settings.masters == (masters,)
+    assert parse_masters(",".join(settings.masters)) == (masters,)  # an option of the node that an engine starts
+
+
+@pytest.mark.parametrize("value", ["etcd://", "etcd:///x", "etcd://h:0", "etcd://h/a/b", "etcd://h:x", ["etcd://h", "b:1"]])
+def test_etcd_without_a_server_or_a_cluster_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match=r".{20}"):
+        parse_masters(value)
+
+
 def test_several_masters() -> None:
-    assert load(MOONCAKE_MASTER="a:1, b ,[::1]:3,a:1").masters == ("a:1", "b:50051", "[::1]:3")
-    assert load({"masters": ["a:1", "b:2,c:3"]}).masters == ("a:1", "b:2", "c:3")
+    environ = {"HICACHE_MOONCAKE_KEY_FILE": "/k"}
+    assert load(MOONCAKE_MASTER="a:1, b ,[::1]:3,a:1", **environ).masters == ("a:1", "b:50051", "[::1]:3")
+    assert load({"masters": ["a:1", "b:2,c:3"]}, **environ).masters == ("a:1", "b:2", "c:3")
+
+
+# --------------------------------------------------------------------------- who is served without a key
+
+
+@pytest.mark.parametrize(
+    ("extra", "origin"),
+    [
+        ({"master": "10.0.0.1"}, "extra_config master"),
+        ({"master": "localhost,10.0.0.1"}, "extra_config master"),
+        ({"master": "127.evil.example:50051"}, "extra_config master"),
+        ({"master": "etcd://10.0.0.1:2379/prod"}, "extra_config master"),
+        ({"master": "etcd://localhost,10.0.0.1/prod"}, "extra_config master"),
+        ({"listen": "0.0.0.0:7000"}, "extra_config listen"),
+        ({"listen": "10.0.0.1:0"}, "extra_config listen"),
+        ({"listen": "[::]:0"}, "extra_config listen"),
+        ({"master": "localhost", "advertise": "h7"}, "default with a cluster"),
+    ],
+)
+def test_without_a_key_other_hosts_are_neither_served_nor_used_and_both_ways_out_are_named(
+    extra: dict[str, object], origin: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(extra)
+    assert caught.value.origin == origin
+    for words in ("hicache-mooncake keygen", "key_file", "HICACHE_MOONCAKE_KEY_FILE", "allow_unauthenticated"):
+        assert words in caught.value.problem
+    assert load(extra | {"key_file": "/k"}).key_file == "/k"
+    assert load(extra, HICACHE_MOONCAKE_ALLOW_UNAUTHENTICATED="true").allow_unauthenticated
+    # An engine whose node runs elsewhere reaches nobody but that node.
+    assert load(extra | {"socket": "/run/x.sock"}).node == "external"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"master": "localhost:1,127.0.0.1:2,[::1]:3", "listen": "127.0.0.1:0"},
+        {"master": "etcd://127.0.0.1:2379/test"},
+        {"listen": "[::1]:0"},
+    ],
+)
+def test_this_hosts_own_addresses_need_no_key(extra: dict[str, object]) -> None:
+    settings = load(extra)
+    assert (settings.key_file, settings.allow_unauthenticated) == ("", False)
+
+
+def test_a_key_makes_the_permission_to_do_without_one_void_and_that_is_said() -> None:
+    settings, said = load_settings({"key_file": "/k", "allow_unauthenticated": True}, {})
+    assert settings.key_file == "/k"
+    assert "allow_unauthenticated" in said[0]
+    assert "changes nothing" in said[0]
+
+
+def test_the_path_of_a_key_is_absolute_since_a_node_runs_in_another_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/u")
+    assert load({"key_file": "pool.key"}).key_file == f"{os.getcwd()}/pool.key"
+    assert load({"key_file": "~/pool.key"}).key_file == "/home/u/pool.key"
+
+
+# --------------------------------------------------------------------------- the host
+
+
+def test_all_processes_of_a_machine_are_on_one_host_and_it_may_be_named() -> None:
+    # P54: pods have names and addresses of their own; what they share is the kernel.
+    assert load().host_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert load({"name": "pod-a"}).host_id == load({"name": "pod-b"}).host_id
+    assert load(HICACHE_MOONCAKE_HOST_ID="k8s-node-7").host_id == "k8s-node-7"
+    assert "--host-id" in load().node_options()
+
+
+def test_where_there_is_no_boot_id_the_machine_id_counts_and_then_the_hosts_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/etc/machine-id": "0123456789abcdef\n"}
+    monkeypatch.setattr(config_values, "_read", lambda path: files.get(path, ""))
+    assert config_values.default_host_id() == "0123456789abcdef"
+    files["/etc/machine-id"] = "\n"
+    assert config_values.default_host_id() == os.uname().nodename
 
 
 def test_a_client_address_says_that_a_node_runs_and_a_path_says_where() -> None:
@@ -483,6 +604,15 @@ def test_watermarks_out_of_order_are_refused(extra: dict[str, object]) -> None:
         ("tag", "x" * 600),
         ("tag", ["a"]),
         ("master", "m:0"),
+        ("host_id", "h" * 200),
+        ("eviction", "random"),
+        ("spill", "sometimes"),
+        ("replicate_after", -1),
+        ("replicate_after", 1.5),
+        ("replicate_after", "nan"),
+        ("drain_s", -1),
+        ("drain_s", "inf"),
+        ("key_file", "a\nb"),
         ("standalone_storage", "perhaps"),
         ("local_hostname", "a b"),
         ("client_server_address", "nowhere:port"),
@@ -497,14 +627,16 @@ def test_a_refusal_names_the_setting_its_source_and_its_value(key: str, value: o
 
 
 def test_with_a_master_elsewhere_the_node_must_be_reachable_from_elsewhere() -> None:
-    assert load(MOONCAKE_MASTER="10.0.0.1").listen == "0.0.0.0:0"
+    key = {"HICACHE_MOONCAKE_KEY_FILE": "/k"}
+    assert load(MOONCAKE_MASTER="10.0.0.1", **key).listen == "0.0.0.0:0"
+    assert load(MOONCAKE_MASTER="etcd://10.0.0.1", **key).listen == "0.0.0.0:0"
     assert load(MOONCAKE_MASTER="localhost").listen == "127.0.0.1:0"
-    assert load(MOONCAKE_MASTER="localhost", MOONCAKE_LOCAL_HOSTNAME="h7").listen == "0.0.0.0:0"
+    assert load(MOONCAKE_MASTER="localhost", MOONCAKE_LOCAL_HOSTNAME="h7", **key).listen == "0.0.0.0:0"
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:7000.*other hosts cannot reach a loopback address"):
         load({"listen": "127.0.0.1:7000"}, MOONCAKE_MASTER="10.0.0.1")
     with pytest.raises(ConfigError, match="advertise this host's own address"):
         load({"listen": "0.0.0.0:7000", "advertise": "localhost:7000"}, MOONCAKE_MASTER="10.0.0.1")
-    forwarded = load({"listen": "127.0.0.1:7000", "advertise": "gate:7000"}, MOONCAKE_MASTER="10.0.0.1")
+    forwarded = load({"listen": "127.0.0.1:7000", "advertise": "gate:7000"}, MOONCAKE_MASTER="10.0.0.1", **key)
     assert forwarded.advertise == "gate:7000"
     # Where no node is started, its addresses are not this process's business.
     assert load({"listen": "127.0.0.1:7000", "socket": "/x"}, MOONCAKE_MASTER="10.0.0.1").node == "external"

@@ -24,6 +24,8 @@ app = typer.Typer(
 Socket = Annotated[str | None, typer.Option(help="UNIX socket of this host's node.")]
 Config = Annotated[Path | None, typer.Option(help="Config file, JSON or TOML.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+KeyFile = Annotated[str | None, typer.Option(help="The cluster's key, made by keygen.")]
+AllowUnauthenticated = Annotated[bool | None, typer.Option(help="Serve and use other hosts without a key.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning, error or critical.")]
 
 CONFIG_EXIT = 2
@@ -74,9 +76,16 @@ def node_command(
     advertise: Annotated[str | None, typer.Option(help="host or host:port under which other nodes reach this one.")] = None,
     master: Annotated[list[str] | None, typer.Option(help="A master, host:port; repeat it, or separate by commas.")] = None,
     name: Annotated[str | None, typer.Option(help="Name in the cluster.")] = None,
+    host_id: Annotated[str | None, typer.Option(help="Which physical host this is.")] = None,
+    key_file: KeyFile = None,
+    allow_unauthenticated: AllowUnauthenticated = None,
     metrics: Annotated[str | None, typer.Option(help="host:port of /metrics, or off.")] = None,
     high_watermark: Annotated[float | None, typer.Option(help="Part of the memory above which to evict.")] = None,
     low_watermark: Annotated[float | None, typer.Option(help="Part of the memory down to which to evict.")] = None,
+    eviction: Annotated[str | None, typer.Option(help="Which pages go first: lru, s3fifo or cost.")] = None,
+    spill: Annotated[bool | None, typer.Option(help="Give cold pages to nodes with room.")] = None,
+    replicate_after: Annotated[int | None, typer.Option(help="Keep a copy after so many fetches; 0: never.")] = None,
+    drain_s: Annotated[float | None, typer.Option(help="How long to hand pages over at the end; 0: not at all.")] = None,
     hugepages: Annotated[bool | None, typer.Option(help="Back the memory with reserved huge pages.")] = None,
     log_level: LogLevel = None,
     config: Config = None,
@@ -97,9 +106,16 @@ def node_command(
             "advertise": advertise,
             "master": master or None,
             "name": name,
+            "host_id": host_id,
+            "key_file": key_file,
+            "allow_unauthenticated": allow_unauthenticated,
             "metrics": metrics,
             "high_watermark": high_watermark,
             "low_watermark": low_watermark,
+            "eviction": eviction,
+            "spill": spill,
+            "replicate_after": replicate_after,
+            "drain_s": drain_s,
             "hugepages": hugepages,
             "log_level": log_level,
             "config": config,
