@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions demo test test-all matrix lint bench wheel clean distclean
+.PHONY: help venv versions etcd demo test test-all matrix lint bench wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,10 +43,14 @@ $(VENV)/.stamps/sglang-%: $(READY)
 		2> >(grep -v 'Location .* is ignored' >&2)
 	@touch $@
 
-test: $(READY) versions
+# A real etcd for the tests of discovery and election. They are skipped, with the reason, where it cannot be had.
+etcd: $(READY)
+	@tools/get_etcd.sh $(VENV) || true
+
+test: $(READY) versions etcd
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-all: lint wheel versions
+test-all: lint wheel versions etcd
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 matrix: $(READY) versions
