@@ -128,8 +128,8 @@ SETTINGS: tuple[Setting, ...] = (
         parse_host_id,
         "the kernel's boot id, else /etc/machine-id, else the host's name",
         "Which physical host this is. Nodes that say the same are one host: pages are read from a node on the reader's own "
-        "host first. The default is alike in all containers of a machine; where it is not (a sandbox with a kernel of its own), "
-        "set it to the name of the Kubernetes node.",
+        "host first. The default is alike in all containers of a machine; where it is not (sandboxes with a kernel of their "
+        "own), set it to the name of the Kubernetes node.",
         "--host-id",
     ),
     Setting(

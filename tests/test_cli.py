@@ -287,7 +287,7 @@ def test_doctor_for_people_shows_each_finding_and_its_advice(tmp_path: Path) -> 
 
 
 def test_doctor_reports_a_wrong_configuration_as_a_finding() -> None:
-    done = run("doctor", "--json", MOONCAKE_MASTER="etcd://h:2379")
+    done = run("doctor", "--json", MOONCAKE_MASTER="redis://h:2379")
     assert done.returncode == 1
     assert "static list" in json.loads(done.stdout)["checks"][0]["found"]
 
