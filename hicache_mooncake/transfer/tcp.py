@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import msgspec
@@ -66,10 +66,26 @@ def send_message(sock: socket.socket, message: p.Message) -> None:
 
 def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any], deadline: float) -> Any:
     """Raises ConnectionError, TimeoutError, or ProtocolError for what does not decode."""
-    (length,) = _HEADER.unpack(_receive_exactly(sock, 4, deadline))
+    reading = incoming(decoder)
+    wanted = next(reading)
+    try:
+        while True:
+            wanted[:] = _receive_exactly(sock, len(wanted), deadline)
+            wanted = next(reading)
+    except StopIteration as read:
+        return read.value
+
+
+def incoming(decoder: msgspec.msgpack.Decoder[Any]) -> Generator[memoryview, None, Any]:
+    """The same without I/O: yields the buffers that the next bytes belong into, to be filled whole, and returns the message."""
+    header = bytearray(_HEADER.size)
+    yield memoryview(header)
+    (length,) = _HEADER.unpack(header)
     if length > _MAX_HEADER_BYTES:
         raise p.ProtocolError(f"header of {length} bytes announced: the limit is {_MAX_HEADER_BYTES}")
-    body = _receive_exactly(sock, length, deadline)
+    body = bytearray(length)
+    if length:
+        yield memoryview(body)
     try:
         return decoder.decode(body)
     except msgspec.MsgspecError as error:
