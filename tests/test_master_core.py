@@ -10,6 +10,7 @@ import pytest
 from hicache_master.core import MasterCore
 
 from hicache_mooncake.protocol import (
+    DRAM,
     Beat,
     BeatReply,
     ClearNamespace,
@@ -59,7 +60,7 @@ class Master:
         self.core.validate()
 
     def join(self, node: str, seq: int = 0, host: str = "10.0.0.1", incarnation: bytes = b"i1", port: int = 7000) -> Message:
-        return self.answer(Join(1, 1, node, incarnation, host, port, 1 << 30, seq), node.encode())
+        return self.answer(Join(1, 2, node, incarnation, host, port, 1 << 30, seq), node.encode())
 
     def beat(self, node: str, seq: int, incarnation: bytes = b"i1") -> BeatReply:
         reply = self.answer(Beat(node, incarnation, seq, 1, 2, 3), node.encode())
@@ -97,7 +98,7 @@ def master() -> Master:
 
 def test_a_node_that_never_sent_anything_is_active_at_once(master: Master) -> None:
     joined = master.join("a")
-    assert joined == Joined(1, b"master-1", 1.0, 5.0, want_snapshot=False)
+    assert joined == Joined(2, b"master-1", 1.0, 5.0, want_snapshot=False, warming=True, gather_s=0.005)
     assert master.state("a") == "active"
     master.update("a", 1, (1, 2))
     assert master.who(1, 2, 3) == ["a", "a", ""]
@@ -116,12 +117,12 @@ def test_a_node_with_a_past_is_joining_until_its_snapshot_is_whole(master: Maste
     assert not master.beat("a", 9).want_snapshot
 
 
-@pytest.mark.parametrize(("low", "high", "what"), [(2, 3, "upgrade the master"), (0, 0, "upgrade the node")])
+@pytest.mark.parametrize(("low", "high", "what"), [(3, 4, "upgrade the master"), (0, 0, "upgrade the node")])
 def test_a_node_of_another_protocol_is_refused_with_both_ranges(master: Master, low: int, high: int, what: str) -> None:
     reply = master.answer(Join(low, high, "a", b"i", "10.0.0.1", 7000, 1, 0))
     assert isinstance(reply, Refused)
     assert f"{low} to {high}" in reply.reason
-    assert "1 to 1" in reply.reason
+    assert "1 to 2" in reply.reason
     assert what in reply.reason
     assert master.core.stats.refused_joins == 1
     assert master.state("a") == ""
@@ -189,7 +190,7 @@ def test_a_gap_asks_for_a_snapshot_and_keeps_what_is_known(master: Master) -> No
     master.update("a", 1, (1,))
     master.update("a", 3, (3,))
     assert master.core.stats.gaps == 1
-    assert master.beat("a", 3) == BeatReply(b"master-1", known=True, want_snapshot=True)
+    assert master.beat("a", 3) == BeatReply(b"master-1", True, want_snapshot=True, warming=True)
     assert master.who(1, 3) == ["a", "a"]
     master.snapshot("a", 3, 0, True, 1, 2, 3)
     assert master.who(1, 2, 3) == ["a", "a", "a"]
@@ -300,7 +301,7 @@ def test_a_suspected_node_is_not_answered_and_straight_back_with_a_beat(master: 
     master.pass_time(5.5)
     assert master.state("a") == "suspected"
     assert master.who(1) == [""]
-    assert master.beat("a", 1) == BeatReply(b"master-1", known=True, want_snapshot=False)
+    assert master.beat("a", 1) == BeatReply(b"master-1", known=True, want_snapshot=False, warming=False)
     assert master.who(1) == ["a"]
 
 
@@ -503,16 +504,13 @@ class Cluster:
 
     def known(self) -> dict[str, set[int]]:
         by_hash = {hashes(number): number for number in range(20)}
-        known: dict[str, set[int]] = {}
+        known = {}
         for name, node in self.nodes.items():
             if not node.alive:
                 continue
-            known[name] = set()
-            slot = self.master._tracks[name].slot
-            for page_hash, number in by_hash.items():
-                column, _ = self.master.directory.lookup(NS, page_hash, None, True, 1 << slot)
-                if column:
-                    known[name].add(number)
+            known[name] = {
+                number for page_hash, number in by_hash.items() if (name, DRAM) in self.master.holders(NS, page_hash)
+            }
         return known
 
 

@@ -7,8 +7,11 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hicache_mooncake.protocol import (
+    COLD,
+    DRAM,
     MAX_KEYS_PER_MESSAGE,
     MAX_NAMESPACES_PER_MESSAGE,
     NAMESPACE_BYTES,
@@ -31,6 +34,8 @@ from hicache_mooncake.protocol import (
     ProtocolError,
     Question,
     Refused,
+    Report,
+    Room,
     Snapshot,
     Update,
     count_hashes,
@@ -38,7 +43,10 @@ from hicache_mooncake.protocol import (
 )
 
 from .directory import Directory
-from .membership import ACTIVE, GONE, Member, Membership, NoRoom, is_loopback, is_wildcard
+from .membership import ACTIVE, DRAINING, GONE, JOINING, Member, Membership, NoRoom, is_loopback, is_wildcard
+from .refusals import Refusals
+from .room import RoomTable
+from .shard import Shard
 
 MAX_NAME_BYTES = 255
 MAX_LATER_KEYS = 524_288
@@ -49,6 +57,14 @@ MAX_LATER_UPDATES = 65_536
 STALLED_SNAPSHOT_S = 15.0
 """A snapshot of which no part came for so long has lost one. Long: nodes whose connection breaks join again and start over, and
 with many nodes sending theirs to a master that just restarted, each waits for its turn."""
+TIERS = (DRAM, COLD)
+MAX_WARMING_S = 60.0
+"""A master that just started waits for the first snapshots of its nodes, but not longer for one that does not come."""
+GATHER_S = (0.005, 0.25)
+GATHER_S_PER_NODE = 0.0002
+"""So the updates of all nodes together are at most 5,000 a second, whatever the size of the cluster."""
+FULL_SHARE = 0.9
+"""A directory that was full and has shrunk to this part of its cap takes again what it did not take then."""
 SWEEP_KEYS_PER_TICK = 5_000
 """A few milliseconds of work: no request waits for more of a dropped node than this."""
 
@@ -70,15 +86,25 @@ class Stats:
     snapshots_broken: int = 0
     clears: int = 0
     unknown_node: int = 0
+    reports: int = 0
+    sick: int = 0
+    foreign_keys: int = 0
+
+
+class _Holder(NamedTuple):
+    """What a slot of the directory stands for."""
+
+    name: str
+    tier: int
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """A snapshot that has not all come. It fills a slot of its own, so that what was known is answered until then."""
+    """A snapshot that has not all come. It fills slots of its own, so that what was known is answered until then."""
 
     seq: int
-    slot: int
     last_part_at: float
+    slots: dict[int, int] = field(default_factory=dict)
     next_part: int = 0
     later: dict[int, Update] = field(default_factory=dict)
     later_keys: int = 0
@@ -91,17 +117,22 @@ class _Track:
     name: str
     incarnation: bytes
     sender: bytes
-    slot: int
     seq: int
     want_snapshot: bool
+    peer: Peer
+    slots: dict[int, int] = field(default_factory=dict)
+    """Tier -> slot of the directory."""
     incoming: _Incoming | None = None
+    refused: bool = False
+    """The directory was full when this node had pages to add."""
 
 
 class MasterCore:
     """The whole master but its sockets and its clock.
 
     `handle` raises ProtocolError for a message that no honest node sends, before it has changed anything. `notes` collects
-    (level, sentence) for the log, the newest 100. Not thread-safe.
+    (level, sentence) for the log, the newest 100. `role` and `masters` are what a report says of them, and for others to set.
+    Not thread-safe.
     """
 
     def __init__(
@@ -112,17 +143,27 @@ class MasterCore:
         ttl_s: float = 5.0,
         forget_s: float = 60.0,
         max_keys: int = 20_000_000,
+        shard: tuple[int, int] = (0, 1),
         rng: random.Random | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.heartbeat_s = heartbeat_s
         self.ttl_s = ttl_s
+        self.shard = Shard(*shard)
+        self.role = ""
+        self.masters: list[str] = []
+        self.warming = True
+        """Until a ttl has passed, and every node that was met has given its first snapshot: what is not known may be there."""
+        self.refusals = Refusals()
+        rng = rng or random.Random()
         self.directory = Directory(max_keys, rng)
         self.membership = Membership(ttl_s, forget_s)
         self.stats = Stats()
         self.notes: deque[tuple[int, str]] = deque(maxlen=100)
         self._tracks: dict[str, _Track] = {}
-        self._by_slot: dict[int, str] = {}
+        self._by_slot: dict[int, _Holder] = {}
+        self._room = RoomTable(rng)
+        self._born: float | None = None
         self._recent_clears: dict[bytes, tuple[str, float]] = {}
         """Namespace -> who cleared it, and until when nodes that join are told."""
         self._now = 0.0
@@ -136,6 +177,8 @@ class MasterCore:
 
     def handle(self, message: Message, sender: bytes, now: float) -> Output:
         """Take one message; returns what to send to whom."""
+        if self._born is None:
+            self._born = now
         match message:
             case Lookup():
                 return [(sender, self._lookup(message))]
@@ -147,6 +190,9 @@ class MasterCore:
                 return [(sender, self._beat(message, sender, now))]
             case Join():
                 return self._join(message, sender, now)
+            case Report():
+                self._failed_reads(message, sender, now)
+                return []
             case Leave():
                 if self.membership.leave(message.node, message.incarnation) is not None:
                     self._forget(message.node)
@@ -155,17 +201,19 @@ class MasterCore:
             case ClearNamespace():
                 return self._clear(message, sender)
             case ClusterStatus():
-                return [(sender, self._report(now))]
+                return [(sender, self._report(message.brief, now))]
         raise ProtocolError(f"{type(message).__name__} is not for a master")
 
     def heard(self, message: Message, now: float) -> None:
         """A message came in that `handle` gets later: its node is alive already now."""
-        if isinstance(message, Beat | Update | Snapshot):
+        if isinstance(message, Beat | Update | Snapshot | Report):
             self.membership.touch(message.node, message.incarnation, now)
 
     def tick(self, now: float) -> Output:
-        """Let time pass: suspect and forget nodes, drop a bounded part of what was given up."""
+        """Let time pass: suspect and forget nodes, take the sick back, drop a bounded part of what was given up."""
         self._now = max(self._now, now)
+        if self._born is None:
+            self._born = now
         for member in self.membership.expire(now):
             self._forget(member.name)
             self._warn(
@@ -175,42 +223,69 @@ class MasterCore:
         for track in self._tracks.values():
             if track.incoming is not None and now - track.incoming.last_part_at > max(STALLED_SNAPSHOT_S, self.ttl_s):
                 self._break_off(track)
+        for member in self.membership.recover(now):
+            self.notes.append((logging.INFO, f"node {member.name!r} is answered again: one more failed read sends it back"))
         self.directory.sweep(SWEEP_KEYS_PER_TICK)
+        self._warm(now)
         return []
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """The master itself stood still for so long: that is nobody's silence, and no snapshot has stalled in it."""
+        self.membership.excuse(seconds, now)
+        for track in self._tracks.values():
+            if track.incoming is not None:
+                track.incoming.last_part_at = min(now, track.incoming.last_part_at + seconds)
+
+    def holders(self, namespace: bytes, page_hash: bytes) -> set[tuple[str, int]]:
+        """(node, tier) of all that hold this page, whatever their state. For tests: costs the number of nodes."""
+        held = set()
+        for slot, holder in self._by_slot.items():
+            column, *_ = self.directory.lookup(namespace, page_hash, None, False, 1 << slot)
+            if any(column):
+                held.add((holder.name, holder.tier))
+        return held
 
     def validate(self) -> None:
         """For tests, after every event: all parts agree with each other."""
         self.directory.validate()
         self.membership.validate()
         assert set(self._tracks) == {member.name for member in self.membership.live()}
-        slots = {}
+        slots: dict[int, _Holder] = {}
         for name, track in self._tracks.items():
             member = self.membership.get(name, track.incarnation)
             assert member is not None
             assert member.complete or track.want_snapshot, "a node that is not complete must be asked for its snapshot"
-            slots[track.slot] = name
+            assert track.peer == Peer(name, track.incarnation, member.host, member.port)
+            slots |= {slot: _Holder(name, tier) for tier, slot in track.slots.items()}
             if track.incoming is not None:
                 assert track.want_snapshot
-                slots[track.incoming.slot] = name
+                assert not set(track.incoming.slots.values()) & set(self._by_slot)
                 assert all(seq > track.incoming.seq for seq in track.incoming.later)
                 assert track.incoming.later_keys <= MAX_LATER_KEYS
-        assert {slot: name for slot, name in slots.items() if slot in self._by_slot} == self._by_slot
+        assert slots == self._by_slot
 
     # ------------------------------------------------------------------ membership
 
     def _join(self, message: Join, sender: bytes, now: float) -> Output:
+        version = negotiate(message.version_min, message.version_max)
         reason = self._why_not(message)
         if not reason:
             try:
                 _, clash = self.membership.join(
-                    message.node, message.incarnation, message.host, message.port, message.capacity_bytes, now
+                    message.node,
+                    message.incarnation,
+                    message.host,
+                    message.port,
+                    message.capacity_bytes,
+                    now,
+                    version=version or 0,
+                    host_id=message.host_id,
+                    draining=message.draining,
                 )
             except NoRoom as error:
                 reason = f"Node {message.node!r} is refused: {error}."
         if reason:
-            self.stats.refused_joins += 1
-            self._warn(reason)
-            return [(sender, Refused(reason))]
+            return [(sender, self._refuse(message.node, reason, now))]
         if clash:
             self._warn(
                 f"two nodes are called {message.node!r}: the one at {message.host}:{message.port} replaces one that was alive"
@@ -222,25 +297,29 @@ class MasterCore:
                 " one of them cannot be read from there; check --advertise on both hosts"
             )
         self.stats.joins += 1
-        output = self._evict_loopback(message)
+        if version == 1 and self.shard.count > 1:
+            self._warn(
+                f"node {message.node!r} speaks protocol version 1, which knows no shards: it finds about one of"
+                f" {self.shard.count} pages that other nodes hold; upgrade it (pip install -U hicache-mooncake)"
+            )
+        output = self._evict_loopback(message, now)
         # A node that was out of reach while another one cleared a namespace hears of it now.
         output += [
             (sender, ClearNamespace(namespace, origin))
             for namespace, (origin, until) in self._recent_clears.items()
             if origin != message.node and until > now
         ]
+        peer = Peer(message.node, message.incarnation, message.host, message.port)
         track = self._tracks.get(message.node)
         if track is None or track.incarnation != message.incarnation:
             if track is not None:
                 self._forget(message.node)
-            slot = self.directory.allocate()
-            track = _Track(message.node, message.incarnation, sender, slot, message.seq, want_snapshot=message.seq != 0)
+            track = _Track(message.node, message.incarnation, sender, message.seq, message.seq != 0, peer)
             self._tracks[message.node] = track
-            self._by_slot[slot] = message.node
             if not track.want_snapshot:
                 self.membership.complete(message.node)
         else:
-            track.sender = sender
+            track.sender, track.peer = sender, peer
             if track.incoming is not None:
                 self._break_off(track)
             if track.seq != message.seq:
@@ -250,11 +329,13 @@ class MasterCore:
             (
                 sender,
                 Joined(
-                    version=negotiate(message.version_min, message.version_max) or PROTOCOL_MAX,
+                    version=version or PROTOCOL_MAX,
                     master=self.incarnation,
                     heartbeat_s=self.heartbeat_s,
                     ttl_s=self.ttl_s,
                     want_snapshot=track.want_snapshot,
+                    warming=self.warming,
+                    gather_s=self._gather_s(),
                 ),
             )
         )
@@ -262,6 +343,35 @@ class MasterCore:
 
     def _warn(self, text: str) -> None:
         self.notes.append((logging.WARNING, text))
+
+    def _refuse(self, node: str, reason: str, now: float) -> Refused:
+        self.stats.refused_joins += 1
+        if self.refusals.add(node[:MAX_NAME_BYTES], reason, now):
+            self._warn(reason)
+        return Refused(reason)
+
+    def _gather_s(self) -> float:
+        low, high = GATHER_S
+        return max(low, min(high, self.membership.active * GATHER_S_PER_NODE))
+
+    def _warm(self, now: float) -> None:
+        """Time to say that this master knows all: what it does not know is nowhere, but for what is on its way?"""
+        if not self.warming or self._born is None:
+            return
+        age_s = now - self._born
+        if age_s < min(self.ttl_s, MAX_WARMING_S):
+            return
+        waiting = [member.name for member in self.membership if member.state == JOINING]
+        if waiting and age_s < MAX_WARMING_S:
+            return
+        self.warming = False
+        if waiting:
+            self._warn(
+                f"no first snapshot of {len(waiting)} nodes, such as {waiting[0]!r}, in {MAX_WARMING_S:g} s: going on without,"
+                " their pages are misses for other nodes"
+            )
+        else:
+            self.notes.append((logging.INFO, f"warm: {self.membership.active} nodes, {len(self.directory)} keys"))
 
     def _why_not(self, message: Join) -> str:
         if negotiate(message.version_min, message.version_max) is None:
@@ -272,6 +382,8 @@ class MasterCore:
             )
         if not message.node or len(message.node.encode()) > MAX_NAME_BYTES or len(message.incarnation) > MAX_NAME_BYTES:
             return f"A node name must have 1 to {MAX_NAME_BYTES} bytes: set another one (--name)."
+        if len(message.host_id) > MAX_NAME_BYTES:
+            return f"Node {message.node!r} is refused: its host id has more than {MAX_NAME_BYTES} characters (--host-id)."
         if message.seq < 0:
             return f"Node {message.node!r} is refused: update number {message.seq} is negative."
         if is_wildcard(message.host) or len(message.host) > MAX_NAME_BYTES:
@@ -287,7 +399,7 @@ class MasterCore:
                     return _loopback_reason(message.node, message.host, other)
         return ""
 
-    def _evict_loopback(self, message: Join) -> Output:
+    def _evict_loopback(self, message: Join, now: float) -> Output:
         """A node that others can reach has come: those that only their own host can reach must not be answered any more."""
         if is_loopback(message.host):
             return []
@@ -297,9 +409,7 @@ class MasterCore:
         for other in self.membership.live():
             if is_loopback(other.host):
                 reason = _loopback_reason(other.name, other.host, newcomer)
-                output.append((self._tracks[other.name].sender, Refused(reason)))
-                self._warn(reason)
-                self.stats.refused_joins += 1
+                output.append((self._tracks[other.name].sender, self._refuse(other.name, reason, now)))
                 self.membership.leave(other.name, other.incarnation)
                 self._forget(other.name)
         return output
@@ -314,10 +424,40 @@ class MasterCore:
         member.objects = message.objects
         member.hits = message.hits
         member.lookups = message.lookups
+        member.load = message.load
+        member.room_bytes = message.room_bytes
+        if member.draining != message.draining:
+            self.membership.drain(member.name, message.draining)
+            if message.draining:
+                self.notes.append((logging.INFO, f"node {member.name!r} is draining"))
+        if track.refused and len(self.directory) < FULL_SHARE * self.directory.max_keys:
+            track.refused = False
+            track.want_snapshot = True
         if message.seq > track.seq and track.incoming is None and not track.want_snapshot:
             self.stats.gaps += 1
             track.want_snapshot = True
-        return BeatReply(self.incarnation, known=True, want_snapshot=track.want_snapshot and track.incoming is None)
+        room: list[Room] = []
+        if message.want_room:
+            room = self._room.sample(member.name, self.membership, now)
+        return BeatReply(
+            self.incarnation,
+            known=True,
+            want_snapshot=track.want_snapshot and track.incoming is None,
+            warming=self.warming,
+            gather_s=self._gather_s(),
+            room=room,
+        )
+
+    def _failed_reads(self, message: Report, sender: bytes, now: float) -> None:
+        if self._heard(message.node, message.incarnation, sender, now) is None:
+            return
+        self.stats.reports += 1
+        for member in self.membership.report(message.node, message.failed, now):
+            self.stats.sick += 1
+            self._warn(
+                f"node {member.name!r} at {member.host}:{member.port} is sick: it reports in, but other nodes cannot read from"
+                f" it, {message.node!r} the last; not answered for {self.membership.rotation.lasts_s(member.name):g} s"
+            )
 
     def _heard(self, name: str, incarnation: bytes, sender: bytes, now: float) -> _Track | None:
         if self.membership.touch(name, incarnation, now) is None:
@@ -330,15 +470,43 @@ class MasterCore:
     def _forget(self, name: str) -> None:
         track = self._tracks.pop(name)
         if track.incoming is not None:
-            self.directory.drop_node(track.incoming.slot)
-        del self._by_slot[track.slot]
-        self.directory.drop_node(track.slot)
+            self._drop(track.incoming.slots)
+        self._drop(track.slots)
+
+    def _drop(self, slots: dict[int, int]) -> None:
+        for slot in slots.values():
+            self._by_slot.pop(slot, None)
+            self.directory.drop_node(slot)
+        slots.clear()
         self._answered_version = -1
+
+    def _slot(self, track: _Track, tier: int) -> int:
+        slot = track.slots.get(tier)
+        if slot is None:
+            slot = track.slots[tier] = self.directory.allocate()
+            self._by_slot[slot] = _Holder(track.name, tier)
+            self._answered_version = -1
+        return slot
+
+    def _add(self, track: _Track, slot: int, columns: list[tuple[bytes, bytes]]) -> None:
+        before = self.directory.refused_adds
+        for namespace, hashes in columns:
+            own, foreign = self.shard.own(hashes)
+            self.stats.foreign_keys += foreign
+            if own:
+                self.directory.add(slot, namespace, own)
+        if self.directory.refused_adds > before and not track.refused:
+            track.refused = True
+            self._warn(
+                f"the directory is full with {len(self.directory)} keys: pages of {track.name!r} are not taken, and misses for"
+                " other nodes; raise --max-keys, or add shards (--shard)"
+            )
 
     # ------------------------------------------------------------------ the stream of updates
 
     def _update(self, message: Update, sender: bytes, now: float) -> Output:
         keys = _count(message.added) + _count(message.removed)
+        _check_tier(message.tier)
         track = self._heard(message.node, message.incarnation, sender, now)
         if track is None:
             return [(sender, BeatReply(self.incarnation, known=False, want_snapshot=False))]
@@ -358,11 +526,12 @@ class MasterCore:
             self.stats.gaps += 1
             track.want_snapshot = True
         # After a gap too: a wrong hint costs a miss, a missing one as well, and the snapshot puts both right.
-        self._apply(track.slot, message)
+        self._apply(track, message)
         return []
 
     def _snapshot(self, message: Snapshot, sender: bytes, now: float) -> Output:
         _count(message.added)
+        _check_tier(message.tier)
         if message.seq < 0 or message.part < 0:
             raise ProtocolError(f"snapshot part {message.part} of update {message.seq}")
         track = self._heard(message.node, message.incarnation, sender, now)
@@ -375,7 +544,7 @@ class MasterCore:
                 if message.seq < track.incoming.seq:
                     return []
                 self._break_off(track)
-            track.incoming = _Incoming(message.seq, self.directory.allocate(), max(now, self._now))
+            track.incoming = _Incoming(message.seq, max(now, self._now))
             track.want_snapshot = True
         incoming = track.incoming
         if incoming is None or incoming.seq != message.seq or message.part < incoming.next_part:
@@ -385,18 +554,20 @@ class MasterCore:
             return []
         incoming.next_part += 1
         incoming.last_part_at = max(now, self._now)  # messages may have waited long
-        for namespace, hashes in message.added:
-            self.directory.add(incoming.slot, namespace, hashes)
+        if message.added:
+            slot = incoming.slots.get(message.tier)
+            if slot is None:
+                slot = incoming.slots[message.tier] = self.directory.allocate()
+            self._add(track, slot, message.added)
         if message.last:
             self._complete(track, incoming)
         return []
 
     def _complete(self, track: _Track, incoming: _Incoming) -> None:
         self.stats.snapshots += 1
-        del self._by_slot[track.slot]
-        self.directory.drop_node(track.slot)
-        track.slot = incoming.slot
-        self._by_slot[track.slot] = track.name
+        self._drop(track.slots)
+        track.slots = incoming.slots
+        self._by_slot |= {slot: _Holder(track.name, tier) for tier, slot in track.slots.items()}
         track.seq = incoming.seq
         track.want_snapshot = False
         track.incoming = None
@@ -406,21 +577,23 @@ class MasterCore:
             elif not track.want_snapshot:
                 self.stats.gaps += 1
                 track.want_snapshot = True
-            self._apply(track.slot, incoming.later[seq])
+            self._apply(track, incoming.later[seq])
         self.membership.complete(track.name)
 
     def _break_off(self, track: _Track) -> None:
         assert track.incoming is not None
         self.stats.snapshots_broken += 1
-        self.directory.drop_node(track.incoming.slot)
+        self._drop(track.incoming.slots)
         track.incoming = None
         track.want_snapshot = True
 
-    def _apply(self, slot: int, message: Update) -> None:
-        for namespace, hashes in message.removed:
-            self.directory.remove(slot, namespace, hashes)
-        for namespace, hashes in message.added:
-            self.directory.add(slot, namespace, hashes)
+    def _apply(self, track: _Track, message: Update) -> None:
+        slot = track.slots.get(message.tier)
+        if slot is not None:
+            for namespace, hashes in message.removed:
+                self.directory.remove(slot, namespace, hashes)
+        if message.added:
+            self._add(track, self._slot(track, message.tier), message.added)
 
     # ------------------------------------------------------------------ questions
 
@@ -430,31 +603,32 @@ class MasterCore:
         keys = _count([(question.namespace, question.hashes) for question in message.questions])
         if keys > MAX_KEYS_PER_MESSAGE:
             raise ProtocolError(f"{keys} pages asked for in one message: the limit is {MAX_KEYS_PER_MESSAGE}")
+        allowed = self._answered_slots()
         asker = self._tracks.get(message.asker)
-        slot_of_asker = asker.slot if asker else None
+        if asker is not None:
+            for slot in asker.slots.values():
+                allowed &= ~(1 << slot)
         self.stats.lookups += 1
         self.stats.lookup_keys += keys
-        return LookupReply(message.id, [self._answer(question, slot_of_asker) for question in message.questions])
+        answers = [self._answer(question, allowed) for question in message.questions]
+        return LookupReply(message.id, answers, self.warming)
 
-    def _answer(self, question: Question, asker: int | None) -> Answer:
-        column, slots = self.directory.lookup(
-            question.namespace, question.hashes, asker, question.prefix, self._answered_slots()
-        )
-        peers = []
-        for slot in slots:
-            member = self.membership.get(self._by_slot[slot])
-            assert member is not None
-            peers.append(Peer(member.name, member.incarnation, member.host, member.port))
+    def _answer(self, question: Question, allowed: int) -> Answer:
+        column, slots = self.directory.lookup(question.namespace, question.hashes, None, question.prefix, allowed)
+        holders = [self._by_slot[slot] for slot in slots]
+        peers = [self._tracks[holder.name].peer for holder in holders]
+        tiers = bytes(holder.tier for holder in holders)
         self.stats.lookup_hits += len(column) - column.count(0)
-        return Answer(column, peers)
+        return Answer(column, peers, tiers=tiers if any(tiers) else b"")
 
     def _answered_slots(self) -> int:
         version = self.membership.version
         if version != self._answered_version:
             mask = 0
             for member in self.membership:
-                if member.state == ACTIVE:
-                    mask |= 1 << self._tracks[member.name].slot
+                if member.state in (ACTIVE, DRAINING):
+                    for slot in self._tracks[member.name].slots.values():
+                        mask |= 1 << slot
             self._answered, self._answered_version = mask, version
         return self._answered
 
@@ -472,13 +646,22 @@ class MasterCore:
             if track.name != message.origin and track.sender != sender
         ]
 
-    def _report(self, now: float) -> ClusterReport:
+    def _report(self, brief: bool, now: float) -> ClusterReport:
         return ClusterReport(
-            self.incarnation, PROTOCOL_MAX, [self._info(member, now) for member in self.membership], len(self.directory)
+            self.incarnation,
+            PROTOCOL_MAX,
+            [] if brief else [self._info(member, now) for member in self.membership],
+            len(self.directory),
+            self.shard.index,
+            self.shard.count,
+            self.warming,
+            self.role,
+            self.masters,
         )
 
     def _info(self, member: Member, now: float) -> NodeInfo:
         """`age_s` is the time since the node was last heard of."""
+        slots = self._tracks[member.name].slots.values() if member.state != GONE else ()
         return NodeInfo(
             node=member.name,
             host=member.host,
@@ -487,10 +670,12 @@ class MasterCore:
             used_bytes=member.used_bytes,
             capacity_bytes=member.capacity_bytes,
             objects=member.objects,
-            keys=0 if member.state == GONE else self.directory.keys_of(self._tracks[member.name].slot),
+            keys=sum(map(self.directory.keys_of, slots)),
             age_s=max(0.0, now - member.last_heard),
             hits=member.hits,
             lookups=member.lookups,
+            host_id=member.host_id,
+            load=member.load,
         )
 
 
@@ -508,3 +693,8 @@ def _count(columns: Iterable[tuple[bytes, bytes]]) -> int:
             raise ProtocolError(f"a namespace of {len(namespace)} bytes: must be {NAMESPACE_BYTES}")
         keys += count_hashes(hashes)
     return keys
+
+
+def _check_tier(tier: int) -> None:
+    if tier not in TIERS:
+        raise ProtocolError(f"tier {tier}: there are {TIERS}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-JOINING, ACTIVE, SUSPECTED, GONE = "joining", "active", "suspected", "gone"
-STATES = (JOINING, ACTIVE, SUSPECTED, GONE)
+from hicache_mooncake.protocol import PROTOCOL_MAX
+
+from .rotation import Rotation
+
+JOINING, ACTIVE, SICK, SUSPECTED, DRAINING, GONE = "joining", "active", "sick", "suspected", "draining", "gone"
+STATES = (JOINING, ACTIVE, SICK, SUSPECTED, DRAINING, GONE)
 MAX_NODES = 1024
 GONE_LISTED = 10
 """A gone node stays on the list for this many times `forget_s`, so that an operator sees what is missing."""
@@ -50,10 +54,23 @@ class Member:
     state: str = JOINING
     complete: bool = False
     """Does the directory have everything this node holds, but for what is on its way?"""
+    silent: bool = False
+    """Not heard of for `ttl_s`."""
+    sick: bool = False
+    """Others cannot read from it."""
+    draining: bool = False
+    """It is about to leave, by its own word."""
+    version: int = PROTOCOL_MAX
+    """Of the protocol, as negotiated."""
+    host_id: str = ""
     used_bytes: int = 0
     objects: int = 0
     hits: int = 0
     lookups: int = 0
+    load: int = 0
+    """Bytes sent to other nodes, between its last two heartbeats."""
+    room_bytes: int = -1
+    """As in Beat."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -65,10 +82,15 @@ class NoRoom(Exception):
 
 
 class Membership:
-    """Nodes by name. joining: no complete snapshot yet; active: answered in lookups; suspected: not heard of for `ttl_s`, kept
-    but not answered, straight back with its next sign of life; gone: not heard of for `forget_s`, its keys are dropped.
+    """Nodes by name, and whether lookups answer them.
 
-    Every change of who is answered moves `version`. Not thread-safe.
+    suspected: not heard of for `ttl_s`, kept but not answered, straight back with its next sign of life;
+    joining: no complete snapshot yet, not answered;
+    sick: lives, but others report that they cannot read from it, not answered for a while;
+    draining: says that it will leave, answered after all others;
+    active: answered;
+    gone: not heard of for `forget_s`, its keys are dropped.
+    Where several hold, the first in this order is the state. Every change of who is answered moves `version`. Not thread-safe.
     """
 
     def __init__(self, ttl_s: float, forget_s: float = 60.0, max_nodes: int = MAX_NODES) -> None:
@@ -77,6 +99,8 @@ class Membership:
         self.max_nodes = max_nodes
         self.version = 0
         self.name_clashes = 0
+        self.rotation = Rotation()
+        self._counts: tuple[int, dict[str, int]] = (-1, {})
         self._members: dict[str, Member] = {}
 
     def __iter__(self) -> Iterator[Member]:
@@ -89,10 +113,18 @@ class Membership:
 
     def counts(self) -> dict[str, int]:
         """Members by state."""
-        counts = dict.fromkeys(STATES, 0)
-        for member in self._members.values():
-            counts[member.state] += 1
-        return counts
+        version, counts = self._counts
+        if version != self.version:
+            counts = dict.fromkeys(STATES, 0)
+            for member in self._members.values():
+                counts[member.state] += 1
+            self._counts = self.version, counts
+        return dict(counts)
+
+    @property
+    def active(self) -> int:
+        """How many members are active."""
+        return self.counts()[ACTIVE]
 
     def get(self, name: str, incarnation: bytes | None = None) -> Member | None:
         """The live member of this name, if it is this incarnation."""
@@ -101,30 +133,55 @@ class Membership:
             return None
         return member
 
-    def join(self, name: str, incarnation: bytes, host: str, port: int, capacity_bytes: int, now: float) -> tuple[Member, bool]:
+    def join(
+        self,
+        name: str,
+        incarnation: bytes,
+        host: str,
+        port: int,
+        capacity_bytes: int,
+        now: float,
+        *,
+        version: int = PROTOCOL_MAX,
+        host_id: str = "",
+        draining: bool = False,
+    ) -> tuple[Member, bool]:
         """Take a node in, or a new incarnation or address of it. Returns the member, and whether its name clashes: the same
         name was heard of within `ttl_s` from another incarnation at another address. The newer wins. Raises NoRoom."""
         old = self.get(name)
-        self.version += 1
         if old is not None and old.incarnation == incarnation:
             old.host, old.port, old.capacity_bytes = host, port, capacity_bytes
+            old.version, old.host_id, old.draining = version, host_id, draining
+            self.version += 1
             self._heard(old, now)
             return old, False
-        clash = old is not None and old.state in (JOINING, ACTIVE) and old.address != (host, port)
-        self.name_clashes += clash
+        clash = old is not None and not old.silent and old.address != (host, port)
         if name not in self._members and len(self._members) >= self.max_nodes:
             gone = [member for member in self._members.values() if member.state == GONE]
             if not gone:
                 raise NoRoom(f"{len(self._members)} nodes are members already, the most this master takes")
             del self._members[min(gone, key=lambda member: member.last_heard).name]
-        member = Member(name, incarnation, host, port, capacity_bytes, last_heard=now, since=now)
+        self.name_clashes += clash
+        self._remove(name)
+        member = Member(
+            name,
+            incarnation,
+            host,
+            port,
+            capacity_bytes,
+            last_heard=now,
+            since=now,
+            version=version,
+            host_id=host_id,
+            draining=draining,
+        )
         self._members[name] = member
         return member, clash
 
     def at_address(self, host: str, port: int, other_than: str) -> str:
         """Name of another live node that advertises this address; "" when there is none."""
         for member in self._members.values():
-            if member.name != other_than and member.address == (host, port) and member.state in (JOINING, ACTIVE):
+            if member.name != other_than and member.address == (host, port) and not member.silent:
                 return member.name
         return ""
 
@@ -139,16 +196,36 @@ class Membership:
         """The directory now has everything this node holds."""
         member = self._members[name]
         member.complete = True
-        if member.state == JOINING:
-            member.state = ACTIVE
-        self.version += 1
+        self._settle(member)
+
+    def drain(self, name: str, draining: bool) -> None:
+        """The node says whether it is about to leave."""
+        member = self._members[name]
+        member.draining = draining
+        self._settle(member)
+
+    def report(self, reader: str, failed: Iterable[str], now: float) -> list[Member]:
+        """A member says that reads from these nodes failed. Returns those that are sick from now on."""
+        nodes = {member.name for member in self._members.values() if member.state in (ACTIVE, DRAINING, SICK)}
+        fallen = [self._members[name] for name in self.rotation.report(reader, failed, nodes, now)]
+        for member in fallen:
+            member.sick = True
+            self._settle(member)
+        return fallen
+
+    def recover(self, now: float) -> list[Member]:
+        """Let time pass for the sick; returns those that are answered again, on probation."""
+        back = [self._members[name] for name in self.rotation.recover(now)]
+        for member in back:
+            member.sick = False
+            self._settle(member)
+        return back
 
     def leave(self, name: str, incarnation: bytes) -> Member | None:
         """Take a node off the list. None when this incarnation is not a member."""
         member = self.get(name, incarnation)
         if member is not None:
-            del self._members[name]
-            self.version += 1
+            self._remove(name)
         return member
 
     def expire(self, now: float) -> list[Member]:
@@ -158,28 +235,62 @@ class Membership:
             silent_s = now - member.last_heard
             if member.state == GONE:
                 if silent_s > GONE_LISTED * self.forget_s:
-                    del self._members[member.name]
+                    self._remove(member.name)
             elif silent_s > self.forget_s:
                 member.state = GONE
+                member.sick = False
+                self.rotation.forget(member.name)
                 self.version += 1
                 gone.append(member)
-            elif silent_s > self.ttl_s and member.state != SUSPECTED:
-                member.state = SUSPECTED
-                self.version += 1
+            elif silent_s > self.ttl_s and not member.silent:
+                member.silent = True
+                self._settle(member)
         return gone
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """For so long nobody could be heard: it counts for nobody's silence."""
+        for member in self._members.values():
+            if member.state != GONE:
+                member.last_heard = max(member.last_heard, min(now, member.last_heard + seconds))
 
     def validate(self) -> None:
         """For tests: names and states are consistent."""
         assert len(self._members) <= self.max_nodes
+        counts = dict.fromkeys(STATES, 0)
         for name, member in self._members.items():
             assert member.name == name
-            assert member.state in STATES
-            assert member.state != ACTIVE or member.complete
-            assert member.state != JOINING or not member.complete
+            assert member.state == (GONE if member.state == GONE else _state_of(member))
+            assert member.sick == (member.state != GONE and self.rotation.is_sick(name))
             assert member.last_heard >= member.since
+            counts[member.state] += 1
+        assert counts == self.counts()
+        self.rotation.validate({member.name for member in self.live()})
 
     def _heard(self, member: Member, now: float) -> None:
         member.last_heard = max(now, member.last_heard)
-        if member.state == SUSPECTED:
-            member.state = ACTIVE if member.complete else JOINING
+        member.silent = False
+        self._settle(member)
+
+    def _settle(self, member: Member) -> None:
+        state = _state_of(member)
+        if state != member.state:
+            member.state = state
             self.version += 1
+
+    def _remove(self, name: str) -> None:
+        """Whoever still has this member in hand sees that it is gone."""
+        member = self._members.pop(name, None)
+        self.version += 1
+        if member is not None:
+            member.state = GONE
+            self.rotation.forget(name)
+
+
+def _state_of(member: Member) -> str:
+    if member.silent:
+        return SUSPECTED
+    if not member.complete:
+        return JOINING
+    if member.sick:
+        return SICK
+    return DRAINING if member.draining else ACTIVE
