@@ -8,6 +8,7 @@ Strided runs (`Run.dims`) are gathered and scattered by numpy, which is imported
 
 from __future__ import annotations
 
+import abc
 import bisect
 import ctypes
 import functools
@@ -157,16 +158,36 @@ class EngineMemory(Protocol):
     def load(self, source: memoryview, source_address: int, addresses: Sequence[int], layout: BodyLayout, seed: int) -> int:
         """Segment -> engine. Returns xxh3-64 of what arrived."""
 
-    def receive(
-        self, source: Source, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
-    ) -> Iterator[int]:
-        """Peer -> engine, bodies one after the other; yields xxh3-64 of each as it has arrived. `pages` are their addresses.
-        Raises ConnectionError when the peer ends in mid-body and TimeoutError when it is too slow."""
+    def receiving(
+        self, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
+    ) -> Iterator[list[memoryview] | int]:
+        """Peer -> engine, bodies one after the other, without I/O: yields views that must be full of what comes next before it
+        goes on, and after each body xxh3-64 of it as it has arrived. `pages` are their addresses. Several may be under way."""
 
     def close(self) -> None: ...
 
 
-class MappedMemory:
+class _Receives(abc.ABC):
+    """`receive` for an EngineMemory."""
+
+    @abc.abstractmethod
+    def receiving(
+        self, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
+    ) -> Iterator[list[memoryview] | int]: ...
+
+    def receive(
+        self, source: Source, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
+    ) -> Iterator[int]:
+        """`receiving` from one peer: yields only the checksums. Raises ConnectionError when the peer ends in mid-body and
+        TimeoutError when it is too slow."""
+        for wanted in self.receiving(pages, layout, seeds):
+            if isinstance(wanted, int):
+                yield wanted
+            else:
+                fill(source, wanted)
+
+
+class MappedMemory(_Receives):
     """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors. Not thread-safe.
 
     Every checksum of a load is of bytes read back from engine memory after the copy, strided ones too. `former`: what was
@@ -201,10 +222,6 @@ class MappedMemory:
     @functools.cached_property
     def _scratch(self) -> memoryview:
         return memoryview(bytearray(STRIDED_CHUNK))
-
-    @functools.cached_property
-    def _received(self) -> memoryview:
-        return memoryview(bytearray(CHUNK))
 
     def _locate(self, address: int, length: int) -> tuple[memoryview, int]:
         """The view of the mapping that these bytes are in, and where in it they begin."""
@@ -268,47 +285,46 @@ class MappedMemory:
             at += part.size
         return digest.intdigest()
 
-    def receive(
-        self, source: Source, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
-    ) -> Iterator[int]:
+    def receiving(
+        self, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
+    ) -> Iterator[list[memoryview] | int]:
         seed = iter(seeds)
+        received = memoryview(bytearray(CHUNK if layout.strided else 0))
         for group in _groups(pages, layout):
             for addresses in group:
                 self._check(addresses, layout)
+            if len(group) > 1 and layout.strided:
+                bodies = received[: len(group) * layout.length]
+                yield [bodies]
+                for number, addresses in enumerate(group):
+                    body = bodies[number * layout.length : (number + 1) * layout.length]
+                    yield self._scatter(body, addresses, layout, next(seed))
+                continue
             if len(group) > 1:
-                arrived = self._receive_strided if layout.strided else self._receive_contiguous
-                yield from arrived(source, group, layout, seed)
+                yield from self._receiving_together(group, layout, seed)
                 continue
             digest = xxhash.xxh3_64(seed=next(seed))
             for part in layout.parts:
                 if part.dims:
-                    body = self._received[: part.size]
-                    fill(source, [body])
+                    body = received[: part.size]
+                    yield [body]
                     digest.update(self._put(group[0], part, body))
                 else:
                     view = self._view(group[0], part)
-                    fill(source, [view])
+                    yield [view]
                     digest.update(view)
             yield digest.intdigest()
 
-    def _receive_contiguous(
-        self, source: Source, group: Sequence[Sequence[int]], layout: BodyLayout, seed: Iterator[int]
-    ) -> Iterator[int]:
+    def _receiving_together(
+        self, group: Sequence[Sequence[int]], layout: BodyLayout, seed: Iterator[int]
+    ) -> Iterator[list[memoryview] | int]:
         views = [self._view(addresses, part) for addresses in group for part in layout.parts]
-        fill(source, views)
+        yield list(views)
         for first in range(0, len(views), len(layout.parts)):
             digest = xxhash.xxh3_64(seed=next(seed))
             for view in views[first : first + len(layout.parts)]:
                 digest.update(view)
             yield digest.intdigest()
-
-    def _receive_strided(
-        self, source: Source, group: Sequence[Sequence[int]], layout: BodyLayout, seed: Iterator[int]
-    ) -> Iterator[int]:
-        bodies = self._received[: len(group) * layout.length]
-        fill(source, [bodies])
-        for number, addresses in enumerate(group):
-            yield self._scatter(bodies[number * layout.length : (number + 1) * layout.length], addresses, layout, next(seed))
 
     def close(self) -> None:
         for mapping in self._mappings:
@@ -329,7 +345,7 @@ for _name in ("process_vm_readv", "process_vm_writev"):
 _MAX_IOV = 512
 
 
-class ForeignMemory:
+class ForeignMemory(_Receives):
     """Memory of another process, by system call. Needs ptrace rights over it (same user, and Yama where it is on). Not
     thread-safe.
 
@@ -340,8 +356,6 @@ class ForeignMemory:
         self._pid = pid
         self._regions = sorted((region.address, region.address + region.length) for region in regions)
         self._starts = [start for start, _ in self._regions]
-        self._bounce = memoryview(ctypes.create_string_buffer(CHUNK)).cast("B")
-        self._bounce_address = ctypes.addressof(ctypes.c_char.from_buffer(self._bounce))
 
     def _check(self, address: int, length: int) -> None:
         at = bisect.bisect_right(self._starts, address) - 1
@@ -419,16 +433,18 @@ class ForeignMemory:
             at += size
         return digest.intdigest()
 
-    def receive(
-        self, source: Source, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
-    ) -> Iterator[int]:
+    def receiving(
+        self, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
+    ) -> Iterator[list[memoryview] | int]:
+        bounce = memoryview(ctypes.create_string_buffer(CHUNK)).cast("B")
+        bounce_address = ctypes.addressof(ctypes.c_char.from_buffer(bounce))
         for addresses, seed in zip(pages, seeds, strict=True):
             self._check_all(addresses, layout)
             digest = xxhash.xxh3_64(seed=seed)
             for parts in layout.gathered:
-                piece = self._bounce[: sum(part.size for part in parts)]
-                fill(source, [piece])
-                self._move(True, self._bounce_address, addresses, parts)
+                piece = bounce[: sum(part.size for part in parts)]
+                yield [piece]
+                self._move(True, bounce_address, addresses, parts)
                 digest.update(piece)
             yield digest.intdigest()
 
