@@ -2,10 +2,15 @@
 
 The reader names pages by key and never by address. A connection carries one request at a time; whoever gives up in mid-body
 closes it, which is the fence: nothing that the peer still sends can land anywhere.
+
+In a cluster with a key both ends first prove that they have it: the reader sends Prove with a nonce, the holder answers with a
+nonce of its own and the proof over both, and the reader answers with its proof (`hicache_mooncake.security`). Nothing else is
+served, and nothing is believed, before that. The bytes that follow are not encrypted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
@@ -15,17 +20,23 @@ from typing import Any
 import msgspec
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake import security
 from hicache_mooncake.config_values import split_address
 
 _HEADER = struct.Struct("<I")
 _MAX_HEADER_BYTES = 16 << 20
+_MAX_STRANGER_BYTES = 4096
+"""Of a message from whom nothing has been proved yet."""
 _SEND_BYTES = 4 << 20
 _MAX_IOV = 512
+_REFUSE_S = 0.2
 _REBOUND_S = 0.005
 """A wait may end this much after its deadline: setting it anew before each is a system call more."""
 
 fetch_decoder = p.decoder(p.Fetch)
 reply_decoder = p.decoder(p.FetchReply | p.Refused)
+request_decoder = p.decoder(p.ToData)
+_proof_decoder = p.decoder(p.Proof | p.Refused)
 
 
 def listen(address: str) -> socket.socket:
@@ -64,9 +75,11 @@ def send_message(sock: socket.socket, message: p.Message) -> None:
         raise TimeoutError("peer does not read") from error
 
 
-def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any], deadline: float) -> Any:
-    """Raises ConnectionError, TimeoutError, or ProtocolError for what does not decode."""
-    reading = incoming(decoder)
+def receive_message(
+    sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any], deadline: float, limit: int = _MAX_HEADER_BYTES
+) -> Any:
+    """Raises ConnectionError, TimeoutError, or ProtocolError for what does not decode or is longer than `limit` bytes."""
+    reading = incoming(decoder, limit)
     wanted = next(reading)
     try:
         while True:
@@ -76,13 +89,13 @@ def receive_message(sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any], 
         return read.value
 
 
-def incoming(decoder: msgspec.msgpack.Decoder[Any]) -> Generator[memoryview, None, Any]:
+def incoming(decoder: msgspec.msgpack.Decoder[Any], limit: int = _MAX_HEADER_BYTES) -> Generator[memoryview, None, Any]:
     """The same without I/O: yields the buffers that the next bytes belong into, to be filled whole, and returns the message."""
     header = bytearray(_HEADER.size)
     yield memoryview(header)
     (length,) = _HEADER.unpack(header)
-    if length > _MAX_HEADER_BYTES:
-        raise p.ProtocolError(f"header of {length} bytes announced: the limit is {_MAX_HEADER_BYTES}")
+    if length > limit:
+        raise p.ProtocolError(f"header of {length} bytes announced: the limit is {limit}")
     body = bytearray(length)
     if length:
         yield memoryview(body)
@@ -131,17 +144,83 @@ def send_bodies(sock: socket.socket, bodies: Sequence[memoryview], deadline: flo
             queue[first] = queue[first][sent:]
 
 
+def accept_proof(sock: socket.socket, data_key: bytes, name: str, deadline: float) -> str:
+    """The listening side, first of all on a new connection: who has connected, once proved to be of this cluster.
+
+    `name` is this node's. Without a key nothing is read, and the answer is "". Whoever proves nothing is told so with Refused,
+    as far as that can be sent at once, and ProtocolError is raised; ConnectionError and TimeoutError as ever, at the deadline
+    however slowly a stranger sends. After any exception the connection must be closed.
+    """
+    if not data_key:
+        return ""
+    try:
+        prove = receive_message(sock, request_decoder, deadline, _MAX_STRANGER_BYTES)
+        if not isinstance(prove, p.Prove):
+            raise p.ProtocolError(
+                "this cluster has a key, and none was proved: set key_file on every node, and restart engines"
+            )
+        if len(prove.nonce) != security.NONCE_BYTES:
+            raise p.ProtocolError(f"a nonce of {len(prove.nonce)} bytes: it has {security.NONCE_BYTES}")
+        nonce = security.new_nonce()
+        said = (prove.nonce, nonce, prove.requester, name)
+        set_timeouts(sock, deadline - time.monotonic())
+        send_message(sock, p.Proof(nonce, security.proof(data_key, security.HOLDER, *said)))
+        answer = receive_message(sock, request_decoder, deadline, _MAX_STRANGER_BYTES)
+        expected = security.proof(data_key, security.READER, *said)
+        if not isinstance(answer, p.Proof) or not security.same_proof(answer.mac, expected):
+            who = repr(prove.requester[:128])
+            raise p.ProtocolError(f"{who} did not prove that it has this cluster's key: is its key_file the same?")
+    except p.ProtocolError as error:
+        refuse(sock, str(error))
+        raise
+    return prove.requester
+
+
+def refuse(sock: socket.socket, reason: str) -> None:
+    """Tell why, as far as that can be sent at once. Raises nothing."""
+    with contextlib.suppress(OSError):
+        set_timeouts(sock, _REFUSE_S)
+        send_message(sock, p.Refused(reason))
+
+
 class PeerConnection:
     """A reader's connection to one node's data port. Not thread-safe. After any exception it must be closed."""
 
-    def __init__(self, peer: p.Peer, deadline: float) -> None:
-        """Raises OSError or TimeoutError when the peer cannot be reached before the deadline (`time.monotonic()`)."""
+    def __init__(self, peer: p.Peer, deadline: float, data_key: bytes = b"", requester: str = "") -> None:
+        """Raises OSError or TimeoutError when the peer cannot be reached before the deadline (`time.monotonic()`), and
+        ProtocolError when it does not prove that it is `peer.node` of this cluster; then nothing is left open.
+
+        `data_key` is the cluster's (`Welcome.data_key`), empty where it has none; `requester` says who connects.
+        """
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("deadline passed before connecting")
         self.peer = peer
         self.sock = socket.create_connection((peer.host, peer.port), timeout=left)
-        prepare(self.sock)
+        try:
+            prepare(self.sock)
+            if data_key:
+                self._prove(data_key, requester, deadline)
+        except BaseException:
+            self.sock.close()
+            raise
+
+    def _prove(self, data_key: bytes, requester: str, deadline: float) -> None:
+        mine = security.new_nonce()
+        self._bound(deadline)
+        send_message(self.sock, p.Prove(p.PROTOCOL_MAX, requester, mine))
+        answer = receive_message(self.sock, _proof_decoder, deadline, _MAX_STRANGER_BYTES)
+        if isinstance(answer, p.Refused):
+            raise p.ProtocolError(f"node {self.peer.node} refused: {answer.reason}")
+        said = (mine, answer.nonce, requester, self.peer.node)
+        expected = security.proof(data_key, security.HOLDER, *said)
+        if len(answer.nonce) != security.NONCE_BYTES or not security.same_proof(answer.mac, expected):
+            where = f"{self.peer.host}:{self.peer.port}"
+            raise p.ProtocolError(
+                f"whoever listens on {where} did not prove to be node {self.peer.node} of this cluster: is its key_file the same?"
+            )
+        self._bound(deadline)
+        send_message(self.sock, p.Proof(b"", security.proof(data_key, security.READER, *said)))
 
     def request(self, fetch: p.Fetch, deadline: float) -> None:
         self._bound(deadline)
