@@ -13,7 +13,7 @@ import time
 from typing import Protocol
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.node.store import Store
+from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping
@@ -30,10 +30,9 @@ class Holder(Protocol):
     """Whose pages are served: a node."""
 
     name: str
-    incarnation: bytes
-    store: Store
+    core: NodeCore
     lock: threading.Lock
-    """Held around every call of the store."""
+    """Held around every call of the core."""
     segment: Mapping
 
     def new_owner(self) -> int: ...
@@ -127,7 +126,6 @@ class DataServer:
             sock.close()
 
     def _answer(self, sock: socket.socket, fetch: p.Fetch) -> None:
-        p.count_hashes(fetch.hashes)
         deadline = time.monotonic() + _SEND_DEADLINE_S
         tcp.set_timeouts(sock, _SEND_DEADLINE_S)
         if not p.PROTOCOL_MIN <= fetch.version <= p.PROTOCOL_MAX:
@@ -137,19 +135,16 @@ class DataServer:
         node = self._node
         owner = node.new_owner()
         with node.lock:
-            pin, status, where, checksum = node.store.locate(
-                owner, fetch.namespace, fetch.hashes, fetch.length, time.monotonic(), touch=fetch.touch
-            )
+            served = node.core.fetch(owner, fetch, time.monotonic())
         sent = 0
         try:
-            tcp.send_message(sock, p.FetchReply(node.name, node.incarnation, bytes(status), checksum, fetch.id))
+            tcp.send_message(sock, served.reply)
             segment = node.segment.view
-            bodies = [segment[at : at + fetch.length] for at, s in zip(where, status, strict=True) if s == p.LOCAL]
-            tcp.send_bodies(sock, bodies, deadline)
-            sent = len(bodies)
+            tcp.send_bodies(sock, [segment[at : at + fetch.length] for at in served.offsets], deadline)
+            sent = len(served.offsets)
         finally:
             with node.lock:
-                node.store.release(owner, pin, loaded=sent)
+                node.core.fetched(owner, served, sent)
         with self._lock:
             self.sent_pages += sent
             self.sent_bytes += sent * fetch.length

@@ -18,14 +18,15 @@ import stat
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple, TypeVar, cast
 
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings, join_address, split_address
 from hicache_mooncake.ending import Ending
+from hicache_mooncake.node.core import LOOKUP_TIMEOUT_S, AskMasters, NodeCore, Report, Steps, Told
 from hicache_mooncake.node.data_server import DataServer
 from hicache_mooncake.node.master_link import DEFAULT_MASTER_PORT, JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.metrics import NodeMetrics
@@ -41,12 +42,20 @@ log = logging.getLogger(__name__)
 _from_client = p.decoder(p.FromClient)
 
 _MAX_CONNECTIONS = 1024
-_LOOKUP_TIMEOUT_S = 0.5
 _HOUSEKEEPING_S = 0.05
 _SEND_TIMEOUT_S = 5.0
 _SNAPSHOT_PART_KEYS = 16_384
 _LONGEST_WAIT_S = 10.0
-_MAX_REASONS = 100
+
+_T = TypeVar("_T")
+
+
+class Answers(NamedTuple):
+    """`Told`, of a master that has told everything."""
+
+    answers: list[p.Answer]
+    complete: bool = True
+    warming: bool = False
 
 
 class NodeError(Exception):
@@ -78,9 +87,8 @@ class Node:
         self._cleanup = contextlib.ExitStack()
         self._last_client_at = time.monotonic()
         self.connections_refused = 0
-        self.missed: Counter[str] = Counter()
-        """What the ranks of this host report: misses by reason."""
         self._quiet = QuietLog(log)
+        self.core = NodeCore(self.name, self.incarnation, self.store, masters=bool(settings.masters), log=self._quiet)
         self.started_at = time.monotonic()
 
     # ------------------------------------------------------------------ life
@@ -288,7 +296,7 @@ class Node:
             log.exception("connection of %s ended by an internal error", client)
         finally:
             with self.lock:
-                self.store.drop_owner(owner)
+                self.core.drop_owner(owner)
                 self._unclaimed.notify_all()
             with self._connections_lock:
                 self._connections.pop(owner, None)
@@ -297,148 +305,47 @@ class Node:
 
     def _handle(self, owner: int, message: p.Message) -> p.Message | None:
         match message:
-            case p.Exists():
-                return self._exists(message)
-            case p.Locate():
-                return self._locate(owner, message)
-            case p.Release():
-                self._release(owner, message)
-                return None
-            case p.Reserve():
-                p.count_hashes(message.hashes)
-                if message.length <= 0:
-                    raise p.ProtocolError(f"object of {message.length} bytes")
-                with self.lock:
-                    txn, status, where = self.store.reserve(
-                        owner, message.namespace, message.hashes, message.length, message.group
-                    )
-                self.link.notify()
-                return p.Reserved(txn, bytes(status), where)
-            case p.Commit():
-                with self.lock:
-                    done = self.store.commit(owner, message.txn, message.ok, message.checksum)
-                    self._unclaimed.notify_all()
-                self.link.notify()
-                return p.Committed(done)
-            case p.Missed():
-                with self.lock:
-                    for reason, count in message.reasons.items():
-                        if len(self.missed) < _MAX_REASONS or reason in self.missed:
-                            self.missed[reason] += count
-                return None
-            case p.Touch():
-                p.count_hashes(message.hashes)
-                with self.lock:
-                    self.store.touch(message.namespace, message.hashes)
-                return None
             case p.Clear():
                 return p.Cleared(self.clear(message.namespace, everywhere=message.everywhere))
             case p.AdminStatus():
-                cluster = self.link.cluster_status(_LOOKUP_TIMEOUT_S)
+                cluster = self.link.cluster_status(LOOKUP_TIMEOUT_S)
                 return p.AdminReport(self.report(), cluster.nodes if cluster is not None else [])
-            case _:
-                raise p.ProtocolError(f"unexpected {type(message).__name__}")
-
-    def _exists(self, message: p.Exists) -> p.Found:
-        count = p.count_hashes(message.hashes)
-        namespaces = [*message.leading, *message.sparse]
-        leading = len(message.leading)
-        if not 1 <= len(namespaces) <= p.MAX_NAMESPACES_PER_MESSAGE or count * len(namespaces) > p.MAX_KEYS_PER_MESSAGE:
-            raise p.ProtocolError(f"{count} pages of {len(namespaces)} namespaces asked for at once")
-        with self.lock:
-            columns = [bytearray(self.store.present(namespace, message.hashes)) for namespace in namespaces]
-        reason = ""
-        questions: list[p.Question] = []
-        asked: list[tuple[bytearray, list[int]]] = []
-        if self.settings.masters:
-            for index, (namespace, column) in enumerate(zip(namespaces, columns, strict=True)):
-                missing = [i for i, here in enumerate(column) if not here]
-                if missing:
-                    wanted = p.select_hashes(message.hashes, missing)
-                    questions.append(p.Question(namespace, wanted, prefix=index < leading))
-                    asked.append((column, missing))
-        if questions:
-            answers = self.link.lookup(questions, min(_LOOKUP_TIMEOUT_S, message.budget_s / 2))
-            if answers is None:
-                reason = "master_down"
-            else:
-                for (column, missing), answer in zip(asked, answers, strict=True):
-                    for i, holder in zip(missing, answer.holder, strict=False):
-                        column[i] = holder > 0
-        headless = sum(column.count(1, first) for column in columns[:leading] if (first := column.find(0)) >= 0)
-        if headless:
+            case p.Locate() if message.wait_s > 0:
+                self._wait_for_claims(message)
+        answer = self._drive(self.core.handle(owner, message, time.monotonic()))
+        if isinstance(message, p.Commit):
             with self.lock:
-                self.store.stats.reasons["headless"] += headless
-        runs = [count if (first := column.find(0)) < 0 else first for column in columns[:leading]]
-        return p.Found(runs, [bytes(column) for column in columns[leading:]], reason)
-
-    def _locate(self, owner: int, message: p.Locate) -> p.Located:
-        p.count_hashes(message.hashes)
-        if message.length <= 0:
-            raise p.ProtocolError(f"object of {message.length} bytes")
-        waiting_until = time.monotonic() + min(message.wait_s, _LONGEST_WAIT_S)
-        with self.lock:
-            while (now := time.monotonic()) < waiting_until and self.store.claimed(message.namespace, message.hashes, now):
-                self._unclaimed.wait(waiting_until - now)
-            pin, status, where, checksum = self.store.locate(
-                owner, message.namespace, message.hashes, message.length, time.monotonic(), touch=message.touch
-            )
-        peers: list[p.Peer] = []
-        reason = ""
-        missing = [i for i, s in enumerate(status) if s == p.MISS]
-        if missing and self.settings.masters:
-            question = p.Question(message.namespace, p.select_hashes(message.hashes, missing), prefix=False)
-            answers = self.link.lookup([question], min(_LOOKUP_TIMEOUT_S, message.budget_s / 2))
-            if answers is None:
-                reason = "master_down"
-            else:
-                peers = list(answers[0].peers)
-                for i, holder in zip(missing, answers[0].holder, strict=False):
-                    if holder:
-                        status[i], where[i] = p.REMOTE, holder - 1
-        txn = 0
-        room: list[int] = []
-        remote = [i for i in missing if status[i] == p.REMOTE]
-        if message.shared and remote:
-            with self.lock:
-                # Another rank may have brought some of them here while the master was asked.
-                self.store.release(owner, pin)
-                pin, here, places, checksum = self.store.locate(
-                    owner, message.namespace, message.hashes, message.length, time.monotonic(), touch=False
-                )
-                for i, found in enumerate(here):
-                    if found != p.MISS or status[i] == p.LOCAL:
-                        status[i], where[i] = found, places[i]
-                remote = [i for i in remote if status[i] == p.REMOTE]
-                wanted = p.select_hashes(message.hashes, remote)
-                txn, column, room = self.store.claim(
-                    owner, message.namespace, wanted, message.length, time.monotonic(), message.group, message.hashes
-                )
-            for i, claim in zip(remote, column, strict=True):
-                status[i] = claim
-        return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room)
-
-    def _release(self, owner: int, message: p.Release) -> None:
-        dropped = 0
-        with self.lock:
-            self.store.release(owner, message.pin, loaded=message.loaded)
-            if message.bad:
-                dropped = self.store.discard(message.namespace, message.bad, "checksum")
-        if dropped:
-            text = (
-                f"{dropped} pages failed their checksum on read and were dropped. Memory is being damaged: check this host's "
-                "RAM (edac-util, memtester) and whether another process maps the segment"
-            )
-            self._quiet(logging.ERROR, "checksum", text)
-        if message.bad:
+                self._unclaimed.notify_all()
+        if isinstance(message, p.Reserve | p.Commit) or (isinstance(message, p.Release) and message.bad):
             self.link.notify()
-        for node in message.peer_down:
-            text = f"a mover could not read from node {node}; its pages are misses here until it answers again"
-            self._quiet(logging.WARNING, f"peer {node}", text)
+        return answer
+
+    def _drive(self, steps: Steps[_T]) -> _T:
+        """Run the steps under the lock, and ask the masters without it."""
+        told: Told | None = None
+        try:
+            with self.lock:
+                ask = next(steps)
+            while True:
+                told = self._ask(ask)
+                with self.lock:
+                    ask = steps.send(told)
+        except StopIteration as end:
+            return cast(_T, end.value)
+
+    def _ask(self, ask: AskMasters) -> Told | None:
+        answers = self.link.lookup(ask.questions, ask.timeout_s)
+        return None if answers is None else Answers(answers)
+
+    def _wait_for_claims(self, message: p.Locate) -> None:
+        until = time.monotonic() + min(message.wait_s, _LONGEST_WAIT_S)
+        with self.lock:
+            while (now := time.monotonic()) < until and self.core.waits(message, now):
+                self._unclaimed.wait(until - now)
 
     def clear(self, namespace: bytes, *, everywhere: bool) -> int:
         with self.lock:
-            dropped = self.store.clear(namespace)
+            dropped = self.core.clear(namespace)
         if everywhere:
             self.link.clear_namespace(namespace)
         self.link.notify()
@@ -480,17 +387,11 @@ class Node:
     # ------------------------------------------------------------------ housekeeping
 
     def _housekeeping(self) -> None:
-        next_expiry = 0.0
         while not self._stopping.wait(_HOUSEKEEPING_S):
-            now = time.monotonic()
-            if now >= next_expiry:
-                with self.lock:
-                    self.store.expire_pins(now)
-                next_expiry = now + 1.0
             went = 0
             while not self._stopping.is_set():
                 with self.lock:
-                    gone = self.store.evict_to_low() + self.store.sweep()
+                    gone = self.core.tick(time.monotonic())
                 if not gone:
                     break
                 went += gone
@@ -500,49 +401,28 @@ class Node:
 
     def _missed(self) -> dict[str, int]:
         with self.lock:
-            return dict(self.missed)
+            return dict(self.core.missed)
 
     def _health(self) -> tuple[bool, dict[str, object]]:
         report = self.report()
         return True, {"status": "ok", "node": report["name"], "master": report["master"], "objects": report["objects"]}
 
-    def report(self) -> dict[str, int | float | str | bool]:
+    def report(self) -> Report:
         """What `hicache-mooncake status` shows; counters since start."""
+        now = time.monotonic()
+        report: Report = {
+            "name": self.name,
+            "incarnation": self.incarnation.hex(),
+            "version": __version__,
+            "pid": os.getpid(),
+            "socket": self.settings.socket,
+            "data": self.data_address,
+            "metrics": self.metrics_address,
+            "master": self.link.state,
+            "uptime_s": round(now - self.started_at, 1),
+        }
         with self.lock:
-            stats = self.store.stats
-            report: dict[str, int | float | str | bool] = {
-                "name": self.name,
-                "incarnation": self.incarnation.hex(),
-                "version": __version__,
-                "pid": os.getpid(),
-                "socket": self.settings.socket,
-                "data": self.data_address,
-                "metrics": self.metrics_address,
-                "master": self.link.state,
-                "uptime_s": round(time.monotonic() - self.started_at, 1),
-                "capacity_bytes": self.store.allocator.capacity,
-                "used_bytes": self.store.used_bytes,
-                "pinned_bytes": self.store.pinned_bytes,
-                "objects": self.store.objects,
-                "namespaces": len(self.store.namespaces()),
-                "lookup_keys": stats.lookup_keys,
-                "hit_keys": stats.hit_keys,
-                "loaded": stats.loaded,
-                "loaded_bytes": stats.loaded_bytes,
-                "stored": stats.stored,
-                "stored_bytes": stats.stored_bytes,
-                "had": stats.had,
-                "evicted": stats.evicted,
-                "evicted_bytes": stats.evicted_bytes,
-                "refused": stats.refused,
-                "discarded": stats.discarded,
-                "abandoned": stats.abandoned,
-                "expired_pins": stats.expired_pins,
-                "pin_limit": stats.reasons["pin_limit"],
-                "wrong_length": stats.reasons["wrong_length"],
-                "headless": stats.reasons["headless"],
-            }
-            report |= {f"client miss: {reason}": count for reason, count in sorted(self.missed.items())}
+            report |= self.core.report(now)
         with self._connections_lock:
             report["connections"] = len(self._connections)
         report["connections_refused"] = self.connections_refused
