@@ -4,55 +4,211 @@ from __future__ import annotations
 
 import heapq
 import random
-import struct
+import sys
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import islice
+from typing import NamedTuple
 
-from hicache_mooncake.protocol import DIRECTORY_HASH_BYTES, HASH_BYTES
+import numpy as np
 
-SHARDS = 16
-"""Each table is cut in this many dicts, so that growing one of them (10 M keys) rehashes a sixteenth, not all."""
+from hicache_mooncake.protocol import HASH_BYTES
+
 MAX_PEERS_PER_REPLY = 255
 """A holder column has one byte a key, and 0 says nobody."""
-MAX_INTERNED_MASKS = 65_536
+MAX_INTERNED_VALUES = 65_536
+TABLE_KEYS = 32_768
+"""Keys a table on average, while a namespace has fewer than 256 tables. Splitting one takes some ten milliseconds."""
+PREFIX_STEP = 128
+WEIGHED = 8
+"""Of a page that very many hold, so many are compared; the others are as good."""
+COMPACT_PART = 8
+"""A log is compacted when so small a part of it is dead."""
+COMPACT_LEAST = 64
+COMPACT_STEP = 32
+"""Log entries looked at with a removal, and per key of it, while a log is compacted."""
+ACCOUNT_EVERY = 4_096
 
-_leading = struct.Struct(f"{DIRECTORY_HASH_BYTES}s{HASH_BYTES - DIRECTORY_HASH_BYTES}x")
+KEY_BYTES = 32
+VALUE_BYTES = 32
+ENTRY_BYTES = 9
+DEAD_BYTES = 120
+NAMESPACE_BYTES = 4_096
+HELD_BYTES = 512
+
+_TABLES = 256
+_INDEX_SHIFT = 52
+_FIELD = 0xFFFF
+_FIELD_BITS = 16
+
+_Table = dict[int, int]
+
+
+class Holders(NamedTuple):
+    """Who holds some pages. `column` has 0 (nobody) or 1 + an index into `slots` a page, `others` a second holder in the same
+    way, or nothing when no page has one."""
+
+    column: bytes
+    others: bytes
+    slots: list[int]
+
+
+class _Pages:
+    """One namespace: key -> value, in tables by the key's first byte. Tables split one at a time while the namespace grows, so
+    that no call waits for a large one to be rehashed."""
+
+    __slots__ = ("bytes", "changes", "keys", "looked_at", "span", "split_at", "tables")
+
+    def __init__(self) -> None:
+        self.tables: list[_Table] = [{}] * _TABLES
+        """By first byte; neighbours share one."""
+        self.keys = 0
+        self.bytes = NAMESPACE_BYTES
+        self.changes = 0
+        self.looked_at = 0
+        self.span = _TABLES
+        """First bytes that one table has which is not split yet in this round. `split_at` is the first of them."""
+        self.split_at = 0
+
+    def distinct(self) -> list[_Table]:
+        return list({id(table): table for table in self.tables}.values())
+
+    def values(self, hashes: bytes) -> list[int]:
+        """What the tables have for these pages, 0 for nothing."""
+        tables = self.tables
+        return [tables[first].get(key, 0) for first, key in zip(hashes[7::HASH_BYTES], _keys(hashes), strict=True)]
+
+    def grow(self) -> None:
+        while self.span > 1 and self.keys > TABLE_KEYS * (_TABLES + self.split_at) // self.span:
+            first, half = self.split_at, self.span // 2
+            table = self.tables[first]
+            bound = (first + half) << _INDEX_SHIFT
+            lower = {key: value for key, value in table.items() if key < bound}
+            upper = {key: value for key, value in table.items() if key >= bound}
+            self.tables[first : first + self.span] = [lower] * half + [upper] * half
+            self.split_at += self.span
+            if self.split_at == _TABLES:
+                self.split_at, self.span = 0, half
+
+    def account(self) -> None:
+        """Count the tables' bytes anew, and make one table compact that has room for far more than it holds: a dict whose keys
+        come and go grows to 120 B a key, a fresh copy has 30 to 60."""
+        self.changes = 0
+        first = self.looked_at
+        table = self.tables[first]
+        end = first + 1
+        while end < _TABLES and self.tables[end] is table:
+            end += 1
+        if sys.getsizeof(table) > 100 * len(table) + 4_096:
+            self.tables[first:end] = [dict(table)] * (end - first)
+        self.looked_at = end % _TABLES
+        self.bytes = NAMESPACE_BYTES + sum(map(sys.getsizeof, self.distinct()))
+
+
+class _Held:
+    """What one slot holds of one namespace: a log of keys, each once, and those of it that were removed again.
+
+    A dict would cost 30 to 120 B a key, a log costs 8. It is compacted in place, a few entries with every removal:
+    [0, write) is done, [write, read) is free, [read, end) is to be looked at; new keys go to the end."""
+
+    __slots__ = ("count", "dead", "log", "read", "write")
+
+    def __init__(self) -> None:
+        self.log: array[int] = array("Q")
+        self.dead: dict[int, None] = {}
+        self.count = 0
+        self.read = 0
+        self.write = 0
+
+    def compact(self, removed: int) -> int:
+        """Do the compacting that is due after so many removals; returns by how many entries the log has shrunk."""
+        if not self.read and len(self.dead) * COMPACT_PART < len(self.log):
+            return 0
+        before = len(self.log)
+        piece = self.log[self.read : self.read + COMPACT_LEAST + COMPACT_STEP * removed]
+        dead = self.dead
+        kept = array("Q", [key for key in piece if key not in dead])
+        if len(kept) < len(piece):
+            for key in piece:
+                dead.pop(key, None)
+        self.log[self.write : self.write + len(kept)] = kept
+        self.read += len(piece)
+        self.write += len(kept)
+        if self.read >= len(self.log):
+            del self.log[self.write :]
+            self.read = self.write = 0
+        return before - len(self.log)
+
+    def take(self, limit: int) -> tuple[list[int], int]:
+        """Take up to `limit` entries off the log's end; returns the living keys of them, and by how much the log has shrunk."""
+        before = len(self.log)
+        if self.read and before <= self.read:
+            del self.log[self.write :]
+            self.read = self.write = 0
+        start = max(len(self.log) - limit, self.read)
+        piece = self.log[start:].tolist()
+        del self.log[start:]
+        if self.dead:
+            dead = self.dead
+            living = [key for key in piece if key not in dead]
+            if len(living) < len(piece):
+                for key in piece:
+                    dead.pop(key, None)
+            piece = living
+        return piece, before - len(self.log)
+
+    def entries(self) -> Iterator[int]:
+        """For tests: every entry of the log."""
+        yield from self.log[: self.write]
+        yield from self.log[self.read :]
 
 
 class _Slot:
-    """One node's side of the directory: per namespace, the keys it holds. Dicts, not sets: a set grows by four below 50,000
-    entries and would cost up to 107 B a key, a dict costs 30 to 60 B, and both pop in constant time."""
+    """One node's side of the directory, by namespace."""
 
-    __slots__ = ("count", "dying", "tables")
+    __slots__ = ("count", "dying", "held", "mine")
 
-    def __init__(self) -> None:
-        self.tables: dict[bytes, list[dict[bytes, None]]] = {}
+    def __init__(self, slot: int) -> None:
+        self.mine = slot + 1
+        """The value of a page that only this slot holds: one object for all of them."""
+        self.held: dict[bytes, _Held] = {}
         self.count = 0
         self.dying = False
 
 
 class Directory:
-    """Soft state page -> nodes, both directions.
+    """Soft state page -> slots, both directions.
 
-    A node is a *slot*, a bit of a holder mask; `allocate` hands out the lowest free one. A page is a namespace and the leading
-    16 bytes of its hash: an answer is a hint, which the node that holds the page checks in full.
+    A *slot* is one tier of one node; `allocate` hands out the lowest free one. A page is a namespace and 60 leading bits of its
+    hash: an answer is a hint, which the node that holds the page checks in full. Among 50 M pages two that look alike are found
+    once in a thousand directories, and cost a miss.
 
-    Memory, measured (resident set, CPython 3.11): a page on one node costs 134 to 193 B, depending on how far the dicts are
-    from their next doubling (350 k keys 190, 720 k 183, 1 M 148, 4 M 150, 10 M 134). Each further holder of a page adds about
-    110 B (2 M pages on two nodes each: 260 B a page). Not thread-safe: one loop owns it.
+    Memory: a key is an int of 32 B, an entry of a dict (30 to 60 B; up to 100 B where keys come and go), and 9 B a holder in
+    its log. The value is a number of 16-bit fields, one a holder: shared by all pages of one slot, else at most 32 B for up to
+    three holders. Measured: `make bench-master`, docs/scale.md. Every step is bounded: tables split one at a time, logs are
+    compacted as keys go, nodes and namespaces are dropped by `sweep`. Not thread-safe: one loop owns it.
     """
 
-    def __init__(self, max_keys: int, rng: random.Random | None = None) -> None:
+    def __init__(self, max_keys: int, rng: random.Random | None = None, max_bytes: int | None = None) -> None:
         self.max_keys = max_keys
+        self.max_bytes = max_bytes
+        """Adds beyond either cap are not kept; None is no cap on bytes."""
         self.refused_adds = 0
-        """Adds that were not taken because `max_keys` were known already: those pages are misses for other nodes."""
+        """Adds that were not taken because of a cap: those pages are misses for other nodes."""
         self._rng = rng or random.Random()
-        self._pages: dict[bytes, list[dict[bytes, int]]] = {}
+        self._pages: dict[bytes, _Pages] = {}
         self._slots: dict[int, _Slot] = {}
         self._free: list[int] = []
         self._next_slot = 0
         self._keys = 0
-        self._masks: dict[int, int] = {}
+        self._holdings = 0
+        self._entries = 0
+        self._helds = 0
+        self._table_bytes = 0
+        self._interned: dict[int, int] = {}
         self._dying: list[int] = []
-        self._graveyard: list[dict[bytes, int] | dict[bytes, None]] = []
+        self._graveyard: list[_Table | dict[int, None]] = []
+        self._buried = 0
 
     def __len__(self) -> int:
         """Distinct pages that some slot holds."""
@@ -63,114 +219,135 @@ class Directory:
         """Is there anything left for `sweep` to do?"""
         return bool(self._dying or self._graveyard)
 
+    @property
+    def holdings(self) -> int:
+        """Pairs of a page and a slot that holds it."""
+        return self._holdings
+
+    @property
+    def resident_bytes(self) -> int:
+        """An estimate of the memory that the directory takes, on the high side; it follows the tables' growth within a few
+        thousand changes."""
+        return (
+            self._table_bytes
+            + KEY_BYTES * self._keys
+            + VALUE_BYTES * (self._holdings - self._keys)
+            + ENTRY_BYTES * self._entries
+            + DEAD_BYTES * (self._entries - self._holdings + self._buried)
+            + HELD_BYTES * self._helds
+        )
+
     def allocate(self) -> int:
         """A slot that holds nothing. The caller gives it back with `drop_node`."""
         if self._free:
             slot = heapq.heappop(self._free)
         else:
             slot = self._next_slot
+            if slot >= _FIELD:
+                raise RuntimeError(f"{slot} slots are in use, the most that a page's holders can name")
             self._next_slot += 1
-        self._slots[slot] = _Slot()
+        self._slots[slot] = _Slot(slot)
         return slot
 
     def keys_of(self, slot: int) -> int:
         """Pages that this slot holds."""
         return self._slots[slot].count
 
+    # ------------------------------------------------------------------ changes
+
     def add(self, slot: int, namespace: bytes, hashes: bytes) -> None:
-        """This slot holds these pages (`hashes`: n x 32 bytes). Beyond `max_keys` pages an add is counted, not kept."""
+        """This slot holds these pages (`hashes`: n x 32 bytes). Beyond a cap an add is counted, not kept; a further holder of a
+        known page needs no key, but bytes."""
         node = self._living(slot)
         pages = self._pages.get(namespace)
         if pages is None:
-            pages = self._pages[namespace] = [{} for _ in range(SHARDS)]
-        held = node.tables.get(namespace)
+            pages = self._pages[namespace] = _Pages()
+            self._table_bytes += pages.bytes
+        held = node.held.get(namespace)
         if held is None:
-            held = node.tables[namespace] = [{} for _ in range(SHARDS)]
-        bit = self._intern(1 << slot)
-        room = self.max_keys - self._keys
+            held = node.held[namespace] = _Held()
+            self._helds += 1
+        mine = node.mine
+        tables = pages.tables
+        dead = held.dead
+        key_room = self.max_keys - self._keys
+        byte_room = sys.maxsize
+        if self.max_bytes is not None:
+            byte_room = (self.max_bytes - self.resident_bytes) // (KEY_BYTES + VALUE_BYTES + ENTRY_BYTES)
         new = taken = 0
-        for (key,) in _leading.iter_unpack(hashes):
-            shard = key[0] % SHARDS
-            table = pages[shard]
-            mask = table.get(key)
-            if mask is None:
-                if new >= room:
+        fresh: list[int] = []
+        for first, key in zip(hashes[7::HASH_BYTES], _keys(hashes), strict=True):
+            table = tables[first]
+            value = table.get(key)
+            if value is None:
+                if new >= key_room or taken >= byte_room:
                     self.refused_adds += 1
                     continue
                 new += 1
-                table[key] = bit
-            elif mask & bit:
+                table[key] = mine
+            elif value == mine or (value > _FIELD and mine in _fields(value)):
+                continue
+            elif taken >= byte_room:
+                self.refused_adds += 1
                 continue
             else:
-                table[key] = self._intern(mask | bit)
-            held[shard][key] = None
+                table[key] = self._intern(value | mine << _width(value))
             taken += 1
-        self._keys += new
+            if dead and key in dead:
+                del dead[key]  # its entry in the log lives again
+            else:
+                fresh.append(key)
+        held.log.extend(fresh)
+        held.count += taken
         node.count += taken
+        pages.keys += new
+        self._keys += new
+        self._holdings += taken
+        self._entries += len(fresh)
+        if new:
+            pages.grow()
+        self._changed(namespace, pages, taken)
         self._drop_if_empty(namespace, node)
 
     def remove(self, slot: int, namespace: bytes, hashes: bytes) -> None:
         """This slot no longer holds these pages. Pages it was not known to hold are ignored."""
         node = self._living(slot)
-        held = node.tables.get(namespace)
+        held = node.held.get(namespace)
         if held is None:
             return
         pages = self._pages[namespace]
-        bit = 1 << slot
-        for (key,) in _leading.iter_unpack(hashes):
-            shard = key[0] % SHARDS
-            if key not in held[shard]:
-                continue
-            del held[shard][key]
-            node.count -= 1
-            self._clear_bit(pages, shard, key, bit)
+        mine = node.mine
+        gone = []
+        for key in _keys(hashes):
+            value = pages.tables[key >> _INDEX_SHIFT].get(key, 0)
+            if value == mine or (value > _FIELD and mine in _fields(value)):
+                self._clear(pages, key, value, mine)
+                gone.append(key)
+        held.dead.update(dict.fromkeys(gone))
+        held.count -= len(gone)
+        node.count -= len(gone)
+        self._holdings -= len(gone)
+        self._entries -= held.compact(len(gone))
+        self._changed(namespace, pages, len(gone))
         self._drop_if_empty(namespace, node)
-
-    def lookup(
-        self, namespace: bytes, hashes: bytes, exclude_slot: int | None, prefix: bool, allowed_slots: int
-    ) -> tuple[bytes, list[int]]:
-        """Who holds these pages: a column with 0 (nobody) or 1 + an index into the list of slots that comes with it.
-
-        Only slots in the mask `allowed_slots` are answered, `exclude_slot` never. Where several hold a page, one that this
-        answer already names is preferred, then a random one: few peers a batch, and load spread over batches. With `prefix`
-        the column ends before the first page that nobody holds. A page that would need a 256th peer counts as held by nobody.
-        """
-        if exclude_slot is not None:
-            allowed_slots &= ~(1 << exclude_slot)
-        pages = self._pages.get(namespace)
-        slots: list[int] = []
-        if pages is None or not allowed_slots:
-            return (b"" if prefix else bytes(len(hashes) // HASH_BYTES)), slots
-        column = bytearray()
-        chosen: dict[int, int] = {}  # slot -> 1 + index
-        by_mask: dict[int, int] = {0: 0}
-        for (key,) in _leading.iter_unpack(hashes):
-            mask = pages[key[0] % SHARDS].get(key, 0)
-            holder = by_mask.get(mask)
-            if holder is None:
-                holder = self._choose(mask & allowed_slots, chosen, slots)
-                if holder or not mask & allowed_slots:
-                    by_mask[mask] = holder
-            if not holder and prefix:
-                break
-            column.append(holder)
-        return bytes(column), slots
 
     def drop_namespace(self, namespace: bytes) -> None:
         """Forget one namespace of every slot, at a cost of the number of slots; its memory comes back with `sweep`."""
         pages = self._pages.pop(namespace, None)
         if pages is None:
             return
-        self._keys -= sum(map(len, pages))
-        self._graveyard.extend(table for table in pages if table)
+        self._keys -= pages.keys
+        self._table_bytes -= pages.bytes
+        for table in pages.distinct():
+            self._bury(table)
         for node in self._slots.values():
-            held = node.tables.pop(namespace, None)
+            held = node.held.pop(namespace, None)
             if held is not None:
-                node.count -= sum(map(len, held))
-                self._graveyard.extend(table for table in held if table)
+                node.count -= held.count
+                self._discard(held)
 
     def drop_node(self, slot: int) -> None:
-        """Give a slot back. Its keys go in steps, with `sweep` or `drop_some`; until then leave it out of `allowed_slots`."""
+        """Give a slot back. Its keys go in steps, with `sweep` or `drop_some`; until then give it no rank."""
         self._living(slot).dying = True
         self._dying.append(slot)
 
@@ -180,20 +357,22 @@ class Directory:
         node = self._slots[slot]
         if not node.dying:
             raise ValueError(f"slot {slot} is in use: drop_node it first")
-        bit = 1 << slot
-        dropped = 0
-        while node.tables and dropped < limit:
-            namespace, held = next(iter(node.tables.items()))
+        dropped = looked_at = 0
+        while node.held and looked_at < limit:
+            namespace, held = next(iter(node.held.items()))
             pages = self._pages[namespace]
-            for shard, keys in enumerate(held):
-                while keys and dropped < limit:
-                    key, _ = keys.popitem()
-                    self._clear_bit(pages, shard, key, bit)
-                    dropped += 1
-            if not any(held):
-                self._drop_if_empty(namespace, node)
-        node.count -= dropped
-        if not node.tables:
+            keys, shrunk = held.take(limit - looked_at)
+            looked_at += max(1, shrunk)
+            for key in keys:
+                self._clear(pages, key, pages.tables[key >> _INDEX_SHIFT][key], node.mine)
+            dropped += len(keys)
+            held.count -= len(keys)
+            node.count -= len(keys)
+            self._holdings -= len(keys)
+            self._entries -= shrunk
+            self._changed(namespace, pages, len(keys))
+            self._drop_if_empty(namespace, node)
+        if not node.held:
             self._dying.remove(slot)
             del self._slots[slot]
             heapq.heappush(self._free, slot)
@@ -206,33 +385,115 @@ class Directory:
             done += max(1, self.drop_some(self._dying[-1], limit - done))
         while done < limit and self._graveyard:
             table = self._graveyard[-1]
+            before = done
             while table and done < limit:
                 table.popitem()
                 done += 1
+            self._buried -= done - before
             if not table:
                 self._graveyard.pop()
         return done
 
+    # ------------------------------------------------------------------ questions
+
+    def find(
+        self,
+        namespace: bytes,
+        hashes: bytes,
+        *,
+        prefix: bool,
+        ranks: bytes | bytearray,
+        exclude: Container[int] = (),
+        near: Container[int] = (),
+        load: Callable[[int], float] | None = None,
+    ) -> Holders:
+        """Who holds these pages.
+
+        `ranks` has one byte a slot: 0 is never an answer, else a lower one is better (DRAM before a cold tier before nodes that
+        are about to leave); slots past its end count as 0. Slots in `exclude` (the asker's own) are never an answer, those in
+        `near` (on the asker's host) come before others of their rank. Among equals one that this answer names already is
+        taken, so that a batch goes to few peers, else the one with less `load` of two at random. The second holder is chosen in
+        the same way from the others. Of a page with more than 8 answerable holders 8 at random are compared.
+
+        With `prefix` the column ends before the first page that nobody holds. A page that would need a 256th peer counts as
+        held by nobody.
+        """
+        count = len(hashes) // HASH_BYTES
+        pages = self._pages.get(namespace)
+        if pages is None or not count:
+            return Holders(b"" if prefix else bytes(count), b"", [])
+        choice = _Choice(self._rng, ranks, exclude, near, load)
+        firsts = choice.firsts
+        column = bytearray()
+        values: list[int] = []
+        step = PREFIX_STEP if prefix else count
+        for start in range(0, count, step):
+            part = pages.values(hashes[start * HASH_BYTES : (start + step) * HASH_BYTES])
+            ended = False
+            for value in dict.fromkeys(part):
+                if value not in firsts:
+                    choice.decide(value)
+                if prefix and not firsts[value]:
+                    del part[part.index(value) :]
+                    ended = True
+                    break
+            column += bytes([firsts[value] for value in part])
+            values += part
+            if ended:
+                break
+        seconds = choice.seconds()
+        others = bytes([seconds.get(value, 0) for value in values]) if seconds else b""
+        return Holders(bytes(column), others if any(others) else b"", choice.slots)
+
+    def lookup(
+        self, namespace: bytes, hashes: bytes, exclude_slot: int | None, prefix: bool, allowed_slots: int
+    ) -> tuple[bytes, list[int]]:
+        """`find` without preferences: `allowed_slots` is a mask of the slots that may be an answer."""
+        ranks = bytes(allowed_slots >> slot & 1 for slot in range(self._next_slot))
+        exclude = () if exclude_slot is None else (exclude_slot,)
+        found = self.find(namespace, hashes, prefix=prefix, ranks=ranks, exclude=exclude)
+        return found.column, found.slots
+
+    # ------------------------------------------------------------------ inside
+
     def validate(self) -> None:
         """Both directions agree, and every count is what it counts. For tests: costs the whole directory."""
-        masks: dict[tuple[bytes, bytes], int] = {}
+        holders: dict[tuple[bytes, int], set[int]] = {}
+        entries = helds = holdings = 0
         for slot, node in self._slots.items():
             count = 0
-            for namespace, held in node.tables.items():
-                assert any(held), f"slot {slot} keeps an empty namespace {namespace.hex()}"
-                for shard, table in enumerate(held):
-                    count += len(table)
-                    for key in table:
-                        assert key[0] % SHARDS == shard
-                        masks[namespace, key] = masks.get((namespace, key), 0) | 1 << slot
+            for namespace, held in node.held.items():
+                logged = list(held.entries())
+                living = set(logged) - set(held.dead)
+                assert len(set(logged)) == len(logged), "a log has a key twice"
+                assert set(held.dead) <= set(logged), "a key is dead that is in no log"
+                assert living, f"slot {slot} keeps an empty namespace {namespace.hex()}"
+                assert len(living) == held.count
+                assert 0 <= held.write <= held.read <= len(held.log)
+                for key in living:
+                    holders.setdefault((namespace, key), set()).add(slot)
+                count += len(living)
+                entries += len(held.log)
+                helds += 1
             assert count == node.count, f"slot {slot} says {node.count} keys and holds {count}"
             assert node.dying == (slot in self._dying)
-        pages = {}
-        for namespace, shards in self._pages.items():
-            assert any(shards), f"empty namespace {namespace.hex()} was kept"
-            pages.update({(namespace, key): mask for table in shards for key, mask in table.items()})
-        assert pages == masks, "pages -> slots and slots -> pages disagree"
+            holdings += count
+        pages: dict[tuple[bytes, int], set[int]] = {}
+        for namespace, space in self._pages.items():
+            assert space.keys, f"empty namespace {namespace.hex()} was kept"
+            assert space.keys == sum(map(len, space.distinct()))
+            for table in space.distinct():
+                for key, value in table.items():
+                    assert space.tables[key >> _INDEX_SHIFT] is table
+                    fields = list(_fields(value))
+                    assert len(set(fields)) == len(fields)
+                    assert all(fields)
+                    pages[namespace, key] = {field - 1 for field in fields}
+        assert pages == holders, "pages -> slots and slots -> pages disagree"
         assert len(pages) == self._keys <= self.max_keys
+        assert (entries, helds, holdings) == (self._entries, self._helds, self._holdings)
+        assert self._table_bytes == sum(space.bytes for space in self._pages.values())
+        assert self._buried == sum(map(len, self._graveyard))
         assert len(set(self._free)) == len(self._free)
         assert set(self._free) | set(self._slots) == set(range(self._next_slot))
         assert not set(self._free) & set(self._slots)
@@ -243,43 +504,143 @@ class Directory:
             raise ValueError(f"slot {slot} was given back")
         return node
 
-    def _intern(self, mask: int) -> int:
-        # Past 8 bits an int is an object of its own, and a million pages of one node share one mask.
-        if len(self._masks) >= MAX_INTERNED_MASKS:
-            self._masks.clear()
-        return self._masks.setdefault(mask, mask)
+    def _intern(self, value: int) -> int:
+        # Most pages that two nodes hold are held by the same two.
+        if len(self._interned) >= MAX_INTERNED_VALUES:
+            self._interned.clear()
+        return self._interned.setdefault(value, value)
 
-    def _clear_bit(self, pages: list[dict[bytes, int]], shard: int, key: bytes, bit: int) -> None:
-        table = pages[shard]
-        mask = table[key] & ~bit
-        if mask:
-            table[key] = self._intern(mask)
+    def _clear(self, pages: _Pages, key: int, value: int, mine: int) -> None:
+        """One holder less; `mine` is among them."""
+        table = pages.tables[key >> _INDEX_SHIFT]
+        if value == mine:
+            del table[key]
+            pages.keys -= 1
+            self._keys -= 1
             return
-        del table[key]
-        self._keys -= 1
-        if not table:
-            pages[shard] = {}  # a dict that was emptied keeps its size
+        left = 0
+        for at, field in enumerate(field for field in _fields(value) if field != mine):
+            left |= field << at * _FIELD_BITS
+        table[key] = self._slots[left - 1].mine if left <= _FIELD else self._intern(left)
+
+    def _changed(self, namespace: bytes, pages: _Pages, changes: int) -> None:
+        pages.changes += changes
+        if pages.changes > min(ACCOUNT_EVERY, 64 + pages.keys // 8) and pages.keys:
+            self._table_bytes -= pages.bytes
+            pages.account()
+            self._table_bytes += pages.bytes
 
     def _drop_if_empty(self, namespace: bytes, node: _Slot) -> None:
-        held = node.tables.get(namespace)
-        if held is not None and not any(held):
-            del node.tables[namespace]
+        held = node.held.get(namespace)
+        if held is not None and not held.count:
+            del node.held[namespace]
+            self._discard(held)
         pages = self._pages.get(namespace)
-        if pages is not None and not any(pages):
+        if pages is not None and not pages.keys:
             del self._pages[namespace]
+            self._table_bytes -= pages.bytes
 
-    def _choose(self, mask: int, chosen: dict[int, int], slots: list[int]) -> int:
-        candidates = []
-        while mask:
-            low = mask & -mask
-            slot = low.bit_length() - 1
-            if slot in chosen:
-                return chosen[slot]
-            candidates.append(slot)
-            mask ^= low
-        if not candidates or len(slots) >= MAX_PEERS_PER_REPLY:
+    def _discard(self, held: _Held) -> None:
+        self._helds -= 1
+        self._entries -= len(held.log)
+        self._holdings -= held.count
+        self._bury(held.dead)
+
+    def _bury(self, table: _Table | dict[int, None]) -> None:
+        if table:
+            self._graveyard.append(table)
+            self._buried += len(table)
+
+
+class _Choice:
+    """Which holders one answer names. Everything is decided once per set of holders, not per page."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        ranks: bytes | bytearray,
+        exclude: Container[int],
+        near: Container[int],
+        load: Callable[[int], float] | None,
+    ) -> None:
+        self.firsts: dict[int, int] = {0: 0}
+        """Value of a page -> 1 + index into `slots`, or 0."""
+        self.slots: list[int] = []
+        self._named: dict[int, int] = {}
+        self._spare: dict[int, list[tuple[int, int]]] = {}
+        self._rng = rng
+        self._ranks = ranks
+        self._exclude = exclude
+        self._near = near
+        self._load = load
+
+    def decide(self, value: int) -> None:
+        candidates = self._candidates(value)
+        self.firsts[value] = self._pick(candidates)
+        if candidates:
+            self._spare[value] = candidates
+
+    def seconds(self) -> dict[int, int]:
+        """After all firsts, so that these never take a first one's place among the peers."""
+        return {value: self._pick(candidates) for value, candidates in self._spare.items()}
+
+    def _candidates(self, value: int) -> list[tuple[int, int]]:
+        """(rank, slot) of the holders that may be answered."""
+        fields: Iterable[int] = _fields(value)
+        if value >> 2 * WEIGHED * _FIELD_BITS:
+            listed = list(fields)
+            start = self._rng.randrange(len(listed))
+            fields = listed[start:] + listed[:start]
+        ranks, end = self._ranks, len(self._ranks)
+        answerable = (
+            (2 * ranks[field - 1] - (field - 1 in self._near), field - 1)
+            for field in fields
+            if field <= end and ranks[field - 1] and field - 1 not in self._exclude
+        )
+        return list(islice(answerable, WEIGHED))
+
+    def _pick(self, candidates: list[tuple[int, int]]) -> int:
+        """Take the best one off the list; returns 1 + its index among the peers, 0 when there is none or no place."""
+        if not candidates:
             return 0
-        slot = self._rng.choice(candidates)
-        slots.append(slot)
-        chosen[slot] = len(slots)
-        return len(slots)
+        best = min(candidates)[0]
+        equals = [candidate for candidate in candidates if candidate[0] == best]
+        chosen = next((candidate for candidate in equals if candidate[1] in self._named), None)
+        if chosen is None:
+            if len(self.slots) >= MAX_PEERS_PER_REPLY:
+                chosen = next((candidate for candidate in candidates if candidate[1] in self._named), None)
+                if chosen is None:
+                    return 0
+            else:
+                chosen = equals[0] if len(equals) == 1 else self._of_two(equals)
+                self.slots.append(chosen[1])
+                self._named[chosen[1]] = len(self.slots)
+        candidates.remove(chosen)
+        return self._named[chosen[1]]
+
+    def _of_two(self, equals: list[tuple[int, int]]) -> tuple[int, int]:
+        one, two = self._rng.sample(equals, 2)
+        if self._load is not None and self._load(two[1]) < self._load(one[1]):
+            return two
+        return one
+
+
+def _keys(hashes: bytes) -> list[int]:
+    """The leading bits of each page hash: 60, because an int of up to 60 bits takes 32 bytes, and a larger one 48."""
+    if not hashes:
+        return []
+    keys: list[int] = (np.frombuffer(hashes, "<u8")[:: HASH_BYTES // 8] >> 4).tolist()
+    return keys
+
+
+def _width(value: int) -> int:
+    return -(-value.bit_length() // _FIELD_BITS) * _FIELD_BITS
+
+
+def _fields(value: int) -> Iterable[int]:
+    """1 + the slot of each holder."""
+    if value <= _FIELD:
+        return (value,)
+    if value <= 0xFFFFFFFF:
+        return (value & _FIELD, value >> _FIELD_BITS)
+    return array("H", value.to_bytes(_width(value) // 8, sys.byteorder))
