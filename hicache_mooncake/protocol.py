@@ -27,8 +27,6 @@ PROTOCOL_MAX = 2
 
 HASH_BYTES = 32
 """Length of a page hash (SHA-256) on every wire."""
-DIRECTORY_HASH_BYTES = 16
-"""Leading bytes of a page hash that the master's directory keeps: a hint, checked in full by the node that holds the page."""
 NAMESPACE_BYTES = 16
 MAX_KEYS_PER_MESSAGE = 131_072
 MAX_NAMESPACES_PER_MESSAGE = 256
