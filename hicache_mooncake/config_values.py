@@ -117,6 +117,14 @@ def split_etcd(text: str) -> tuple[list[tuple[str, int]], str]:
     return list(dict.fromkeys(addresses)), parse_cluster(cluster.strip("/"))
 
 
+def parse_shard(value: object) -> tuple[int, int]:
+    """`2/4` as (2, 4): the third of four. Raises ValueError."""
+    found = re.fullmatch(r"(\d{1,4})/(\d{1,4})", parse_text(value))
+    if found is None or not int(found[1]) < int(found[2]):
+        raise ValueError("a shard is written NUMBER/SHARDS, counted from 0: 0/4 to 3/4 are the shards of four")
+    return int(found[1]), int(found[2])
+
+
 def is_etcd(master: str) -> bool:
     """Is this value of `masters` a place where to look for masters, and not the address of one?"""
     return master.startswith("etcd://")

@@ -321,7 +321,7 @@ def test_doctor_asks_each_master(settings: Settings) -> None:
 
 
 def test_doctor_tells_a_master_of_something_else_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ask_master", lambda address: ask_master(address, timeout_s=0.2))
+    monkeypatch.setattr(doctor, "ask_master", lambda address, key: ask_master(address, timeout_s=0.2, key=key))
     with socket.create_server(("127.0.0.1", 0)) as other:
         check = doctor.master(f"127.0.0.1:{other.getsockname()[1]}")
     assert check.status == "fail"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from hicache_mooncake import __version__
 
 if TYPE_CHECKING:
     from hicache_mooncake.config import Settings
+    from hicache_mooncake.security import ClusterKey
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,6 +53,17 @@ def _settings(explicit: dict[str, object]) -> tuple[Settings, list[str]]:
     try:
         return load_settings(explicit=explicit)
     except ConfigError as error:
+        print(f"hicache-mooncake: {error}", file=sys.stderr)
+        raise typer.Exit(CONFIG_EXIT) from None
+
+
+def _key(path: str) -> ClusterKey | None:
+    """The key in this file, None for "". One that cannot be used ends the process with its message."""
+    from hicache_mooncake.security import SecurityError, load_key
+
+    try:
+        return load_key(path)
+    except SecurityError as error:
         print(f"hicache-mooncake: {error}", file=sys.stderr)
         raise typer.Exit(CONFIG_EXIT) from None
 
@@ -136,40 +148,99 @@ def node_command(
         raise typer.Exit(1) from None
 
 
+@app.command("keygen")
+def keygen_command(file: Annotated[Path, typer.Argument(help="Where to write the key; must not exist yet.")]) -> None:
+    """Make the key of a cluster. Nodes and masters that have it serve each other and nobody else."""
+    from hicache_mooncake.security import ClusterKey
+
+    key = ClusterKey.generate()
+    path = file.absolute()
+    try:
+        key.save(str(path))
+    except FileExistsError:
+        advice = "a cluster that uses it would be cut off from what joins later. Remove it first if that is what you want"
+        print(f"hicache-mooncake: {path} exists and is left as it is: {advice}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        print(f"hicache-mooncake: {path}: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(
+        f"{path} holds a new cluster key, fingerprint {key.fingerprint}.\n"
+        "Copy it to every host over a channel that you trust, mode 0600 and owned by the user of the node or master, then\n"
+        f"  hicache-mooncake master --key-file {path} ...\n"
+        f"  hicache-mooncake node --key-file {path} ...       or HICACHE_MOONCAKE_KEY_FILE={path}\n"
+        "Engines whose node runs as a service need nothing. To change the key, replace the file everywhere and restart\n"
+        "all masters and nodes: those with the old key and those with the new one do not see each other."
+    )
+
+
 @app.command("master")
 def master_command(
     listen: Annotated[str, typer.Option(help="host:port for the nodes.")] = "0.0.0.0:50051",
+    advertise: Annotated[str, typer.Option(help="host:port for etcd, when that is not what it listens on.")] = "",
+    shard: Annotated[str, typer.Option(help="Which part of the keys: 0/4 to 3/4 are the masters of four.")] = "0/1",
+    key_file: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_KEY_FILE", help="The cluster's key, made by keygen.")] = "",
+    allow_unauthenticated: Annotated[
+        bool, typer.Option(envvar="HICACHE_MOONCAKE_ALLOW_UNAUTHENTICATED", help="Serve other hosts without a key.")
+    ] = False,
+    etcd: Annotated[str, typer.Option(help="Register at this etcd, http://host:2379; several by commas.")] = "",
+    cluster: Annotated[str, typer.Option(help="Name of the cluster in etcd.")] = "",
     metrics: Annotated[str, typer.Option(help="host:port of /metrics, or off.")] = "off",
     heartbeat_s: Annotated[float, typer.Option(help="How often nodes report.", min=0.05, max=60)] = 1.0,
     ttl_s: Annotated[float, typer.Option(help="Pages of a node silent for so long are not offered.", min=0.1, max=600)] = 5.0,
     max_keys: Annotated[int, typer.Option(help="Most keys in the directory, about 200 bytes each.", min=1)] = 50_000_000,
+    max_bytes: Annotated[str, typer.Option(help="Most memory of the directory, such as 16gb; 0: as max-keys needs.")] = "0",
     log_level: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_LOG_LEVEL", help="As for node.")] = "info",
 ) -> None:
     """Run a metadata master. Several are equals: give nodes all of their addresses."""
     import logging
 
     from hicache_mooncake.cli import logs
-    from hicache_mooncake.config import join_address, split_address
+    from hicache_mooncake.config import join_address, parse_size, split_address
     from hicache_mooncake.config_table import BY_ATTRIBUTE
+    from hicache_mooncake.config_values import parse_advertise, parse_cluster, parse_shard
 
     problem = ""
+    limits: dict[str, Any] = {"max_keys": max_keys}
     try:
         address = join_address(*split_address(listen))
+        parse_advertise(advertise)
+        parse_cluster(cluster)
+        part = parse_shard(shard)
+        if parse_size(max_bytes):
+            limits["max_bytes"] = parse_size(max_bytes)
+        if cluster and not etcd:
+            problem = f"--cluster {cluster} names a cluster in etcd: give --etcd as well"
         metrics_address = str(BY_ATTRIBUTE["metrics"].parse(metrics))
         level = str(BY_ATTRIBUTE["log_level"].parse(log_level))
         if ttl_s < 2 * heartbeat_s:
             problem = f"--ttl-s {ttl_s:g} must be at least twice --heartbeat-s {heartbeat_s:g}: a late report is no dead node"
     except ValueError as error:
-        problem = f"{error} (listen {listen!r}, metrics {metrics!r}, log level {log_level!r})"
+        given = {"listen": listen, "metrics": metrics, "log level": log_level, "shard": shard, "max bytes": max_bytes}
+        given |= {name: value for name, value in (("advertise", advertise), ("etcd", etcd), ("cluster", cluster)) if value}
+        problem = f"{error} ({', '.join(f'{name} {value!r}' for name, value in given.items())})"
     if problem:
         print(f"hicache-mooncake: {problem}", file=sys.stderr)
         raise typer.Exit(CONFIG_EXIT)
+    key = _key(key_file)
     logs.set_up(level)
 
     from hicache_master.server import MasterError, run_master
 
     try:
-        run_master(address, metrics_address or None, heartbeat_s=heartbeat_s, ttl_s=ttl_s, max_keys=max_keys)
+        run_master(
+            address,
+            metrics_address or None,
+            heartbeat_s=heartbeat_s,
+            ttl_s=ttl_s,
+            shard=part,
+            key=key,
+            allow_unauthenticated=allow_unauthenticated,
+            etcd=etcd or None,
+            cluster=cluster,
+            advertise=advertise,
+            **limits,
+        )
     except MasterError as error:
         logging.getLogger("hicache_master").error("the master cannot start: %s", error)
         raise typer.Exit(1) from None
@@ -178,16 +249,20 @@ def master_command(
 @app.command("status")
 def status_command(
     socket: Socket = None,
-    master: Annotated[str | None, typer.Option(help="Ask this master, host:port, for the cluster.")] = None,
+    master: Annotated[str | None, typer.Option(help="Ask these masters, host:port,host:port, for the cluster.")] = None,
+    key_file: KeyFile = None,
     json: Json = False,
     config: Config = None,
 ) -> None:
-    """Show what the node on this host, or a master, knows: nodes, bytes, objects, hit rates."""
+    """Show what the node on this host, or masters, know: nodes, bytes, objects, hit rates."""
     from hicache_mooncake.cli.status import run_status
 
-    settings, _ = _settings({"socket": socket, "master": master, "config": config})
+    # This process starts no node.
+    settings, _ = _settings({"node": "external", "socket": socket, "master": master, "key_file": key_file, "config": config})
+    key = _key(settings.key_file) if master else None
     ask_node = socket is not None or master is None
-    raise typer.Exit(run_status(settings.socket if ask_node else None, settings.masters if master else (), as_json=json))
+    masters = settings.masters if master else ()
+    raise typer.Exit(run_status(settings.socket if ask_node else None, masters, key=key, as_json=json))
 
 
 @app.command("doctor")

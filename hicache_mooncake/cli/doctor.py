@@ -31,6 +31,7 @@ from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, human
 from hicache_mooncake.config import ConfigError, Settings, available_memory_bytes, load_settings, split_address
 from hicache_mooncake.config_table import PLUGIN_ENV, SETTINGS
 from hicache_mooncake.config_values import display
+from hicache_mooncake.security import ClusterKey, SecurityError, load_key
 
 OK, WARN, FAIL, SKIPPED = "ok", "warn", "fail", "skipped"
 
@@ -341,10 +342,34 @@ def masters(settings: Settings) -> list[Check]:
                 "master", OK, "none set: this host's cache alone", "set master (MOONCAKE_MASTER) to share pages between hosts"
             )
         ]
-    return [master(address) for address in settings.masters]
+    try:
+        cluster_key = load_key(settings.key_file)
+    except SecurityError:
+        return [Check("master", SKIPPED, "not asked: the key cannot be used")]
+    return [master(address, cluster_key) for address in settings.masters]
 
 
-def master(address: str) -> Check:
+def key(settings: Settings) -> Check:
+    """Is there a key where one is needed, and can it be used?"""
+    name = "cluster key"
+    if not settings.key_file:
+        if settings.allow_unauthenticated:
+            who = f"allow_unauthenticated ({settings.sources.get('allow_unauthenticated', 'default')})"
+            found = f"none, and {who}: everybody who reaches these ports may read, add and clear pages"
+            return Check(name, WARN, found, "make one with `hicache-mooncake keygen FILE` and set key_file everywhere")
+        return Check(name, OK, "none: this host's own processes are served, and nobody else")
+    try:
+        loaded = load_key(settings.key_file)
+    except SecurityError as error:
+        if settings.node == "external":
+            advice = "engines need no key, the node has it; correct it for `hicache-mooncake status`, or unset key_file"
+            return Check(name, WARN, str(error), advice)
+        return Check(name, FAIL, str(error), "the node would not start")
+    assert loaded is not None
+    return Check(name, OK, f"{settings.key_file}, fingerprint {loaded.fingerprint}: it must be the same on every host")
+
+
+def master(address: str, cluster_key: ClusterKey | None = None) -> Check:
     name = f"master {address}"
     host, port = split_address(address)
     started = time.monotonic()
@@ -358,13 +383,24 @@ def master(address: str) -> Check:
             "start one with `hicache-mooncake master`, check the address and the firewall",
         )
     try:
-        report = ask_master(address)
+        report = ask_master(address, key=cluster_key)
     except Unreachable as error:
-        advice = "something else listens there; the built-in backend's mooncake_master does not speak this protocol"
+        advice = (
+            "compare the fingerprints of the keys on both hosts; or something else listens there (the built-in backend's "
+            "mooncake_master does not speak this protocol)"
+        )
         return Check(name, FAIL, f"TCP connects, but {error}", advice)
     elapsed_ms = (time.monotonic() - started) * 1000
     active = sum(info.state == "active" for info in report.nodes)
     found = f"{active} of {len(report.nodes)} nodes active, {report.keys:,} keys, answered in {elapsed_ms:.0f} ms"
+    if report.shards > 1:
+        found += f", shard {report.shard}/{report.shards}"
+    if report.warming:
+        return Check(name, WARN, f"{found}, warming: it does not know all keys yet", "ask again in some seconds")
+    sick = sorted(info.node for info in report.nodes if info.state == "sick")
+    if sick:
+        advice = "look at their logs, and at the network between them and the others; they come back by themselves"
+        return Check(name, WARN, f"{found}; others cannot read from {', '.join(sick)}", advice)
     return Check(name, OK, found)
 
 
@@ -377,7 +413,8 @@ def temporary_node(settings: Settings, start_s: float = 15.0) -> Iterator[Settin
     with tempfile.TemporaryDirectory(prefix="hicache-mooncake-doctor-", dir="/tmp") as directory:
         small = replace(
             settings, socket=f"{directory}/node.sock", node="external", dram_bytes=64 << 20, masters=(), listen="127.0.0.1:0",
-            advertise="", name=f"doctor-{os.getpid()}", metrics="", hugepages=False, log_level="warning",
+            advertise="", name=f"doctor-{os.getpid()}", metrics="", hugepages=False, log_level="warning", key_file="",
+            drain_s=0.0,
         )  # fmt: skip
         command = [sys.executable, "-m", "hicache_mooncake.cli", "node", *small.node_options()]
         with open(f"{directory}/log", "w+") as log:
@@ -457,6 +494,7 @@ def examine(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
         _guarded("locked memory", lambda: memlock(bool(devices))),
         rdma(devices),
         _guarded("node", lambda: node(settings)),
+        _guarded("cluster key", lambda: key(settings)),
     ]
     try:
         checks += masters(settings)

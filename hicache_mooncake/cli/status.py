@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,7 +17,12 @@ from hicache_mooncake.config import join_address, split_address
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from hicache_mooncake.security import ClusterKey
+
 TIMEOUT_S = 3.0
+_HANDSHAKES = 3
+"""So many that fail in a row are no accident."""
+_HOST_CHARACTERS = 12
 
 
 class Unreachable(Exception):
@@ -57,26 +62,40 @@ def ask_node(socket_path: str, timeout_s: float = TIMEOUT_S) -> tuple[protocol.W
         connection.close()
 
 
-def ask_master(address: str, timeout_s: float = TIMEOUT_S) -> protocol.ClusterReport:
-    """A master's view of the cluster. `address` is host:port. Raises Unreachable."""
+def ask_master(address: str, timeout_s: float = TIMEOUT_S, key: ClusterKey | None = None) -> protocol.ClusterReport:
+    """A master's view of the cluster. `address` is host:port, `key` the cluster's. Raises Unreachable."""
     import zmq
+
+    from hicache_mooncake import security
 
     host, port = split_address(address)
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
     socket.ipv6 = True
+    deadline = time.monotonic() + timeout_s
+    watch = security.HandshakeWatch(socket)
+    failed = 0
     try:
+        security.secure_client(socket, key)
         socket.connect(f"tcp://{join_address(host, port)}")
         socket.send(protocol.encode(protocol.ClusterStatus()))
-        if not socket.poll(round(timeout_s * 1000)):
-            raise Unreachable(f"no master answers on {address} in {timeout_s:g} s: start one with `hicache-mooncake master`")
+        while not socket.poll(100):
+            failed += watch.failed()
+            if failed >= _HANDSHAKES:
+                mine = f"the key {key.fingerprint} was offered" if key else "no key was offered: set key_file (--key-file)"
+                raise Unreachable(f"{address} turns us away, it has another key, or none, or is no master; {mine}")
+            if time.monotonic() > deadline:
+                raise Unreachable(
+                    f"no master answers on {address} in {timeout_s:g} s: start one with `hicache-mooncake master`"
+                )
         report = protocol.decoder(protocol.FromMaster).decode(socket.recv())
     except (zmq.ZMQError, msgspec.MsgspecError) as error:
         raise Unreachable(
             f"{address} gives no answer that this version reads ({error}): is it a hicache-mooncake master?"
         ) from None
     finally:
+        watch.close()
         socket.close()
         context.term()
     if not isinstance(report, protocol.ClusterReport):
@@ -127,12 +146,14 @@ def _cluster_table(nodes: Sequence[protocol.NodeInfo], title: str) -> Renderable
     from rich.table import Table
 
     table = Table(
-        "node", "address", "state", "used", "capacity", "full", "objects", "keys", "hit rate", "last seen", title=title
+        "node", "address", "host", "state", "used", "capacity", "full", "objects", "keys", "hit rate", "last seen", title=title
     )
+    show_host = any(info.host_id for info in nodes)
     for info in nodes:
         table.add_row(
             info.node,
             join_address(info.host, info.port),
+            info.host_id[:_HOST_CHARACTERS],
             info.state,
             human_bytes(info.used_bytes),
             human_bytes(info.capacity_bytes),
@@ -148,6 +169,7 @@ def _cluster_table(nodes: Sequence[protocol.NodeInfo], title: str) -> Renderable
         table.add_row(
             f"{len(nodes)} nodes",
             "",
+            f"{len({info.host_id or info.node for info in nodes})} hosts" if show_host else "",
             "",
             human_bytes(used),
             human_bytes(capacity),
@@ -160,11 +182,28 @@ def _cluster_table(nodes: Sequence[protocol.NodeInfo], title: str) -> Renderable
     return table
 
 
+def _kind(cluster: protocol.ClusterReport) -> str:
+    """What sort of master this is, where that is worth a word."""
+    words = [f"shard {cluster.shard}/{cluster.shards}"] if cluster.shards > 1 else []
+    words += [cluster.role] if cluster.role else []
+    words += ["warming: it does not know all keys yet"] if cluster.warming else []
+    return "".join(f", {word}" for word in words)
+
+
+def _shard_trouble(reports: Mapping[str, protocol.ClusterReport]) -> list[str]:
+    """Masters that do not divide the keys alike cannot serve one cluster."""
+    counts = {address: report.shards for address, report in reports.items()}
+    if len(set(counts.values())) < 2:
+        return []
+    said = ", ".join(f"{address} {count}" for address, count in counts.items())
+    return [f"the masters disagree about the number of shards ({said}): start all with the same --shard NUMBER/SHARDS"]
+
+
 def _plain(info: protocol.NodeInfo) -> dict[str, object]:
     return {name: getattr(info, name) for name in info.__struct_fields__}
 
 
-def run_status(socket_path: str | None, masters: Sequence[str], *, as_json: bool) -> int:
+def run_status(socket_path: str | None, masters: Sequence[str], *, key: ClusterKey | None = None, as_json: bool = False) -> int:
     """Ask and print. Exit status 1 when one of those asked gives no answer; what the others said is printed all the same."""
     result: dict[str, object] = {}
     shown: list[RenderableType] = []
@@ -181,18 +220,26 @@ def run_status(socket_path: str | None, masters: Sequence[str], *, as_json: bool
         except Unreachable as error:
             problems.append(str(error))
     answers: dict[str, object] = {}
+    reports: dict[str, protocol.ClusterReport] = {}
     for address in masters:
         try:
-            cluster = ask_master(address)
+            cluster = reports[address] = ask_master(address, key=key)
             answers[address] = {
                 "keys": cluster.keys,
                 "protocol": cluster.version,
+                "shard": cluster.shard,
+                "shards": cluster.shards,
+                "role": cluster.role,
+                "warming": cluster.warming,
+                "masters": cluster.masters,
                 "nodes": [_plain(info) for info in cluster.nodes],
             }
             if not as_json:
-                shown.append(_cluster_table(cluster.nodes, f"cluster, as {address} sees it: {cluster.keys:,} keys"))
+                title = f"cluster, as {address} sees it: {cluster.keys:,} keys{_kind(cluster)}"
+                shown.append(_cluster_table(cluster.nodes, title))
         except Unreachable as error:
             problems.append(str(error))
+    problems += _shard_trouble(reports)
     if masters:
         result["masters"] = answers
     if as_json:

@@ -27,6 +27,7 @@ _HEADER = struct.Struct("<I")
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_STRANGER_BYTES = 4096
 """Of a message from whom nothing has been proved yet."""
+_MAX_REQUESTER = 256
 _SEND_BYTES = 4 << 20
 _MAX_IOV = 512
 _REFUSE_S = 0.2
@@ -156,9 +157,7 @@ def accept_proof(sock: socket.socket, data_key: bytes, name: str, deadline: floa
     try:
         prove = receive_message(sock, request_decoder, deadline, _MAX_STRANGER_BYTES)
         if not isinstance(prove, p.Prove):
-            raise p.ProtocolError(
-                "this cluster has a key, and none was proved: set key_file on every node, and restart engines"
-            )
+            raise p.ProtocolError("this cluster has a key, and none was proved: set key_file on every node")
         if len(prove.nonce) != security.NONCE_BYTES:
             raise p.ProtocolError(f"a nonce of {len(prove.nonce)} bytes: it has {security.NONCE_BYTES}")
         nonce = security.new_nonce()
@@ -206,7 +205,7 @@ class PeerConnection:
             raise
 
     def _prove(self, data_key: bytes, requester: str, deadline: float) -> None:
-        mine = security.new_nonce()
+        mine, requester = security.new_nonce(), requester[:_MAX_REQUESTER]
         self._bound(deadline)
         send_message(self.sock, p.Prove(p.PROTOCOL_MAX, requester, mine))
         answer = receive_message(self.sock, _proof_decoder, deadline, _MAX_STRANGER_BYTES)
@@ -217,7 +216,7 @@ class PeerConnection:
         if len(answer.nonce) != security.NONCE_BYTES or not security.same_proof(answer.mac, expected):
             where = f"{self.peer.host}:{self.peer.port}"
             raise p.ProtocolError(
-                f"whoever listens on {where} did not prove to be node {self.peer.node} of this cluster: is its key_file the same?"
+                f"{where} did not prove that it is node {self.peer.node} of this cluster: is its key_file the same?"
             )
         self._bound(deadline)
         send_message(self.sock, p.Proof(b"", security.proof(data_key, security.READER, *said)))
