@@ -1,9 +1,21 @@
-"""A node is joining, active, suspected or gone; silence and signs of life move it, and the newest incarnation has the name."""
+"""A node is joining, active, sick, suspected, draining or gone; silence, signs of life, its own word and that of its readers
+move it, and the newest incarnation has the name."""
 
 from __future__ import annotations
 
 import pytest
-from hicache_master.membership import ACTIVE, GONE, JOINING, SUSPECTED, Membership, NoRoom, is_loopback, is_wildcard
+from hicache_master.membership import (
+    ACTIVE,
+    DRAINING,
+    GONE,
+    JOINING,
+    SICK,
+    SUSPECTED,
+    Membership,
+    NoRoom,
+    is_loopback,
+    is_wildcard,
+)
 
 
 @pytest.fixture
@@ -114,6 +126,100 @@ def test_the_clock_of_a_late_message_does_not_turn_time_back(members: Membership
     join(members, now=10.0)
     members.touch("a", b"1", 9.0)
     members.validate()
+
+
+def three(members: Membership) -> None:
+    for name in "abc":
+        join(members, name)
+        members.complete(name)
+
+
+def test_a_node_drains_by_its_own_word_and_may_take_it_back(members: Membership) -> None:
+    join(members)
+    members.drain("a", True)
+    assert state(members) == JOINING, "what it holds is not known yet"
+    members.complete("a")
+    assert state(members) == DRAINING
+    members.expire(6.0)
+    assert state(members) == SUSPECTED
+    members.touch("a", b"1", 7.0)
+    assert state(members) == DRAINING
+    members.drain("a", False)
+    assert state(members) == ACTIVE
+
+
+def test_a_node_may_join_in_order_to_drain(members: Membership) -> None:
+    members.join("a", b"1", "h", 1, 1, 0.0, draining=True)
+    members.complete("a")
+    assert state(members) == DRAINING
+    members.join("a", b"1", "h", 1, 1, 1.0)
+    assert state(members) == ACTIVE
+
+
+def test_readers_make_a_node_sick_and_time_brings_it_back(members: Membership) -> None:
+    three(members)
+    version = members.version
+    assert members.report("b", ["a"], 1.0) == []
+    assert [member.name for member in members.report("c", ["a"], 1.0)] == ["a"]
+    assert state(members) == SICK
+    assert members.version > version, "who answers lookups must hear of it"
+    members.touch("a", b"1", 4.0)
+    assert state(members) == SICK, "its heart beats: that is the point"
+    assert members.recover(5.9) == []
+    assert [member.name for member in members.recover(6.1)] == ["a"]
+    assert state(members) == ACTIVE
+
+
+def test_a_sick_node_that_falls_silent_is_suspected_and_stays_sick_until_its_time(members: Membership) -> None:
+    three(members)
+    members.report("b", ["a"], 4.0)
+    members.report("c", ["a"], 4.0)
+    members.expire(5.1)
+    assert state(members) == SUSPECTED
+    members.touch("a", b"1", 6.0)
+    assert state(members) == SICK
+    members.recover(9.1)
+    assert state(members) == ACTIVE
+
+
+def test_a_new_incarnation_of_a_sick_node_is_not_sick(members: Membership) -> None:
+    three(members)
+    members.report("b", ["a"], 1.0)
+    members.report("c", ["a"], 1.0)
+    join(members, "a", incarnation=b"2", now=2.0)
+    members.complete("a")
+    assert state(members) == ACTIVE
+
+
+def test_a_pause_of_the_master_itself_is_nobodys_silence(members: Membership) -> None:
+    three(members)
+    members.touch("b", b"1", 9.5)
+    members.expire(4.0)
+    members.excuse(90.0, 94.0)
+    assert members.expire(94.0) == []
+    assert {state(members, name) for name in "abc"} == {ACTIVE}
+    members.expire(98.9)
+    assert state(members, "b") == ACTIVE
+    members.expire(99.1)
+    assert state(members, "b") == SUSPECTED, "no sign of life lies in the future"
+
+
+def test_whoever_has_a_member_in_hand_sees_that_it_was_replaced(members: Membership) -> None:
+    join(members)
+    members.complete("a")
+    old = members.get("a")
+    assert old is not None
+    join(members, incarnation=b"2", now=1.0)
+    assert old.state == GONE
+
+
+def test_the_clock_may_turn_back(members: Membership) -> None:
+    three(members)
+    members.expire(6.0)
+    members.touch("a", b"1", 7.0)
+    assert members.expire(1.0) == []
+    assert state(members) == ACTIVE
+    assert members.recover(0.0) == []
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "*", "[::]", "::ffff:0.0.0.0"])

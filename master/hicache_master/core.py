@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -120,11 +120,37 @@ class _Track:
     seq: int
     want_snapshot: bool
     peer: Peer
+    host_id: str = ""
     slots: dict[int, int] = field(default_factory=dict)
     """Tier -> slot of the directory."""
     incoming: _Incoming | None = None
     refused: bool = False
     """The directory was full when this node had pages to add."""
+
+
+class _InRotation:
+    """Which slots lookups answer, and in what order."""
+
+    def __init__(self) -> None:
+        self.ranks = bytearray()
+        """A byte a slot: 0 is not answered, a lower one is before a higher one."""
+        self._hosts: dict[str, set[int]] = {}
+        self._members: dict[int, Member] = {}
+
+    def add(self, member: Member, slots: dict[int, int]) -> None:
+        for tier, slot in slots.items():
+            self.ranks += bytes(max(0, slot + 1 - len(self.ranks)))
+            self.ranks[slot] = 1 + len(TIERS) if member.state == DRAINING else 1 + TIERS.index(tier)
+            self._members[slot] = member
+            if member.host_id:
+                self._hosts.setdefault(member.host_id, set()).add(slot)
+
+    def near(self, host_id: str) -> Container[int]:
+        """Slots of nodes on this host."""
+        return self._hosts.get(host_id, ())
+
+    def load(self, slot: int) -> float:
+        return self._members[slot].load
 
 
 class MasterCore:
@@ -143,6 +169,7 @@ class MasterCore:
         ttl_s: float = 5.0,
         forget_s: float = 60.0,
         max_keys: int = 20_000_000,
+        max_bytes: int | None = None,
         shard: tuple[int, int] = (0, 1),
         rng: random.Random | None = None,
     ) -> None:
@@ -156,7 +183,7 @@ class MasterCore:
         """Until a ttl has passed, and every node that was met has given its first snapshot: what is not known may be there."""
         self.refusals = Refusals()
         rng = rng or random.Random()
-        self.directory = Directory(max_keys, rng)
+        self.directory = Directory(max_keys, rng, max_bytes)
         self.membership = Membership(ttl_s, forget_s)
         self.stats = Stats()
         self.notes: deque[tuple[int, str]] = deque(maxlen=100)
@@ -167,7 +194,7 @@ class MasterCore:
         self._recent_clears: dict[bytes, tuple[str, float]] = {}
         """Namespace -> who cleared it, and until when nodes that join are told."""
         self._now = 0.0
-        self._answered = 0
+        self._answered = _InRotation()
         self._answered_version = -1
 
     @property
@@ -240,8 +267,8 @@ class MasterCore:
         """(node, tier) of all that hold this page, whatever their state. For tests: costs the number of nodes."""
         held = set()
         for slot, holder in self._by_slot.items():
-            column, *_ = self.directory.lookup(namespace, page_hash, None, False, 1 << slot)
-            if any(column):
+            ranks = bytes(slot) + b"\1"
+            if any(self.directory.find(namespace, page_hash, prefix=False, ranks=ranks).column):
                 held.add((holder.name, holder.tier))
         return held
 
@@ -314,12 +341,12 @@ class MasterCore:
         if track is None or track.incarnation != message.incarnation:
             if track is not None:
                 self._forget(message.node)
-            track = _Track(message.node, message.incarnation, sender, message.seq, message.seq != 0, peer)
+            track = _Track(message.node, message.incarnation, sender, message.seq, message.seq != 0, peer, message.host_id)
             self._tracks[message.node] = track
             if not track.want_snapshot:
                 self.membership.complete(message.node)
         else:
-            track.sender, track.peer = sender, peer
+            track.sender, track.peer, track.host_id = sender, peer, message.host_id
             if track.incoming is not None:
                 self._break_off(track)
             if track.seq != message.seq:
@@ -430,7 +457,7 @@ class MasterCore:
             self.membership.drain(member.name, message.draining)
             if message.draining:
                 self.notes.append((logging.INFO, f"node {member.name!r} is draining"))
-        if track.refused and len(self.directory) < FULL_SHARE * self.directory.max_keys:
+        if track.refused and self._has_room():
             track.refused = False
             track.want_snapshot = True
         if message.seq > track.seq and track.incoming is None and not track.want_snapshot:
@@ -447,6 +474,11 @@ class MasterCore:
             gather_s=self._gather_s(),
             room=room,
         )
+
+    def _has_room(self) -> bool:
+        directory = self.directory
+        in_bytes = directory.max_bytes is None or directory.resident_bytes < FULL_SHARE * directory.max_bytes
+        return in_bytes and len(directory) < FULL_SHARE * directory.max_keys
 
     def _failed_reads(self, message: Report, sender: bytes, now: float) -> None:
         if self._heard(message.node, message.incarnation, sender, now) is None:
@@ -499,7 +531,7 @@ class MasterCore:
             track.refused = True
             self._warn(
                 f"the directory is full with {len(self.directory)} keys: pages of {track.name!r} are not taken, and misses for"
-                " other nodes; raise --max-keys, or add shards (--shard)"
+                " other nodes; raise --max-keys or --max-bytes, or add shards (--shard)"
             )
 
     # ------------------------------------------------------------------ the stream of updates
@@ -603,33 +635,37 @@ class MasterCore:
         keys = _count([(question.namespace, question.hashes) for question in message.questions])
         if keys > MAX_KEYS_PER_MESSAGE:
             raise ProtocolError(f"{keys} pages asked for in one message: the limit is {MAX_KEYS_PER_MESSAGE}")
-        allowed = self._answered_slots()
-        asker = self._tracks.get(message.asker)
-        if asker is not None:
-            for slot in asker.slots.values():
-                allowed &= ~(1 << slot)
         self.stats.lookups += 1
         self.stats.lookup_keys += keys
-        answers = [self._answer(question, allowed) for question in message.questions]
+        rotation = self._rotation()
+        asker = self._tracks.get(message.asker)
+        answers = [self._answer(question, rotation, asker) for question in message.questions]
         return LookupReply(message.id, answers, self.warming)
 
-    def _answer(self, question: Question, allowed: int) -> Answer:
-        column, slots = self.directory.lookup(question.namespace, question.hashes, None, question.prefix, allowed)
-        holders = [self._by_slot[slot] for slot in slots]
+    def _answer(self, question: Question, rotation: _InRotation, asker: _Track | None) -> Answer:
+        found = self.directory.find(
+            question.namespace,
+            question.hashes,
+            prefix=question.prefix,
+            ranks=rotation.ranks,
+            exclude=() if asker is None else tuple(asker.slots.values()),
+            near=() if asker is None else rotation.near(asker.host_id),
+            load=rotation.load,
+        )
+        holders = [self._by_slot[slot] for slot in found.slots]
         peers = [self._tracks[holder.name].peer for holder in holders]
         tiers = bytes(holder.tier for holder in holders)
-        self.stats.lookup_hits += len(column) - column.count(0)
-        return Answer(column, peers, tiers=tiers if any(tiers) else b"")
+        self.stats.lookup_hits += len(found.column) - found.column.count(0)
+        return Answer(found.column, peers, found.others, tiers if any(tiers) else b"")
 
-    def _answered_slots(self) -> int:
+    def _rotation(self) -> _InRotation:
         version = self.membership.version
         if version != self._answered_version:
-            mask = 0
+            self._answered = _InRotation()
             for member in self.membership:
                 if member.state in (ACTIVE, DRAINING):
-                    for slot in self._tracks[member.name].slots.values():
-                        mask |= 1 << slot
-            self._answered, self._answered_version = mask, version
+                    self._answered.add(member, self._tracks[member.name].slots)
+            self._answered_version = version
         return self._answered
 
     def _clear(self, message: ClearNamespace, sender: bytes) -> Output:

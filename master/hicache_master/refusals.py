@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 MAX_LISTED = 10
+MAX_REMEMBERED = 2048
 QUIET_S = 60.0
 
 
@@ -17,7 +18,6 @@ class Refusal:
     reason: str
     at: float
     times: int
-    logged_at: float
 
 
 class Refusals:
@@ -25,19 +25,24 @@ class Refusals:
 
     def __init__(self) -> None:
         self._entries: OrderedDict[tuple[str, str], Refusal] = OrderedDict()
+        self._logged: OrderedDict[tuple[str, str], float] = OrderedDict()
 
     def add(self, node: str, reason: str, now: float) -> bool:
         """Returns whether this is news for the log: the same was not said there within `QUIET_S`."""
-        entry = self._entries.pop((node, reason), None) or Refusal(node, reason, now, 0, float("-inf"))
-        self._entries[node, reason] = entry
+        key = node, reason
+        entry = self._entries.pop(key, None) or Refusal(node, reason, now, 0)
+        self._entries[key] = entry
         entry.at = now
         entry.times += 1
         if len(self._entries) > MAX_LISTED:
             self._entries.popitem(last=False)
-        news = now - entry.logged_at >= QUIET_S
-        if news:
-            entry.logged_at = now
-        return news
+        if now - self._logged.get(key, float("-inf")) < QUIET_S:
+            return False
+        self._logged.pop(key, None)
+        self._logged[key] = now
+        if len(self._logged) > MAX_REMEMBERED:
+            self._logged.popitem(last=False)
+        return True
 
     def last(self) -> list[Refusal]:
         """Newest first."""

@@ -11,17 +11,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+from zmq.utils.monitor import recv_monitor_message
 
 from hicache_mooncake.config_values import join_address, split_address
 from hicache_mooncake.observe import Observatory
 from hicache_mooncake.protocol import (
-    MAX_FRAME_BYTES,
+    HASH_BYTES,
+    MAX_KEYS_PER_MESSAGE,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
     ClusterStatus,
@@ -29,13 +32,20 @@ from hicache_mooncake.protocol import (
     Lookup,
     Message,
     ProtocolError,
+    Report,
     ToMaster,
     decoder,
     encode,
 )
+from hicache_mooncake.security import Doorkeeper, SecurityError, secure_server
 
 from .core import MasterCore
-from .membership import STATES
+from .election import LEADER, Election, ElectionError
+from .membership import STATES, is_loopback, is_wildcard
+from .shard import make_shard
+
+if TYPE_CHECKING:
+    from hicache_mooncake.security import ClusterKey
 
 log = logging.getLogger("hicache_master")
 
@@ -45,13 +55,21 @@ SEND_HWM = 256
 """Answers queued per peer. Those to a peer that does not read are lost, and it asks again."""
 RECEIVE_HWM = 32
 """Messages queued per peer before it must wait. ZMQ lets it go on when half of them are done: many would make long pauses."""
+MAX_MESSAGE_BYTES = 2 * MAX_KEYS_PER_MESSAGE * HASH_BYTES
+"""Twice what the keys of the largest message take. A peer that sends more is cut off."""
 MAX_BACKLOG_BYTES = 32 << 20
 """Updates and snapshots that wait their turn behind lookups. Beyond it nothing more is read until some are done."""
 RECEIVE_BATCH = 64
 SLICE_S = 0.005
 TICK_S = 0.05
+MAX_EVENTS = 256
+STOOD_STILL_S = 1.0
+"""A turn of the loop that took longer (SIGSTOP, a frozen host, swapping) is not held against the nodes."""
 VIEW_S = 0.2
+LOG_EVERY_S = 60.0
 STALLED_S = 10.0
+
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 _COUNTERS = {
     "joins": ("joins", "Joins accepted."),
@@ -69,6 +87,10 @@ _COUNTERS = {
     "refused_adds": ("refused_adds", "Keys not taken because the directory is full (max_keys)."),
     "garbage": ("garbage", "Frames dropped because no message of this protocol looks like them."),
     "errors": ("errors", "Messages that made this master fail: report these."),
+    "reports": ("reports", "Reports of failed reads."),
+    "sick": ("sick", "Times a node was taken out of lookups because others could not read from it."),
+    "foreign_keys": ("foreign_keys", "Keys of other shards that nodes sent here, ignored."),
+    "strangers": ("strangers", "Connections refused: without this cluster's key, or not of ZeroMQ at all."),
 }
 
 
@@ -82,13 +104,24 @@ class View:
 
     at: float
     keys: int = 0
+    bytes: int = 0
+    warming: bool = True
+    shard: str = "0/1"
+    role: str = ""
+    etcd: str = ""
+    """Why etcd cannot be used; empty: it can, or there is none."""
+    refusals: list[dict[str, str | int]] = field(default_factory=list)
     nodes: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
 
 
 class MasterServer:
     """Binds in the constructor, serves in `serve` on the caller's thread until `stop`, from any thread. Raises MasterError when
-    an address cannot be had. `address` and `metrics_address` are what was bound, `host:port`."""
+    an address cannot be had. `address` and `metrics_address` are what was bound, `host:port`.
+
+    `shard`: (index, count). With `key` only members of the cluster are let in; without one only this host's own address is
+    served, unless `allow_unauthenticated`. `etcd`: its servers, where this master is listed in `cluster` under `advertise`
+    (host or host:port; default is what was bound)."""
 
     def __init__(
         self,
@@ -99,6 +132,13 @@ class MasterServer:
         ttl_s: float = 5.0,
         forget_s: float = 60.0,
         max_keys: int = DEFAULT_MAX_KEYS,
+        max_bytes: int | None = None,
+        shard: tuple[int, int] = (0, 1),
+        key: ClusterKey | None = None,
+        allow_unauthenticated: bool = False,
+        etcd: str | None = None,
+        cluster: str = "",
+        advertise: str = "",
     ) -> None:
         if not 0 < heartbeat_s < ttl_s:
             raise MasterError(
@@ -106,10 +146,33 @@ class MasterServer:
             )
         if max_keys < 1:
             raise MasterError(f"max_keys {max_keys}: must be at least 1")
-        self.core = MasterCore(os.urandom(8), heartbeat_s=heartbeat_s, ttl_s=ttl_s, forget_s=forget_s, max_keys=max_keys)
+        try:
+            make_shard(*shard)
+        except ValueError as error:
+            raise MasterError(f"--shard: {error}") from None
+        host, port = _split(listen, "nodes", DEFAULT_PORT)
+        if key is None and not allow_unauthenticated and not is_loopback(host):
+            raise MasterError(
+                f"without a key anybody who reaches {listen} could read, list and clear this cluster. Make a key"
+                " (hicache-mooncake keygen FILE) and give it to every master and node (--key-file FILE); or listen on"
+                " 127.0.0.1; or say that this network has only friends (--allow-unauthenticated)"
+            )
+        if max_bytes is not None and max_bytes < 1 << 20:
+            raise MasterError(f"max_bytes {max_bytes}: must be at least a MiB")
+        self.core = MasterCore(
+            os.urandom(8),
+            heartbeat_s=heartbeat_s,
+            ttl_s=ttl_s,
+            forget_s=forget_s,
+            max_keys=max_keys,
+            max_bytes=max_bytes,
+            shard=shard,
+        )
         self.view = View(time.monotonic(), nodes=dict.fromkeys(STATES, 0), counters=dict.fromkeys(_COUNTERS, 0))
         self._garbage = 0
         self._errors = 0
+        self._strangers = 0
+        self._stranger_logged_at = float("-inf")
         self._decoder = decoder(ToMaster)
         self._backlog: deque[tuple[bytes, Message, int, float]] = deque()
         self._backlog_bytes = 0
@@ -117,14 +180,23 @@ class MasterServer:
         self._context = zmq.Context(io_threads=1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._http: Observatory | None = None
+        self._election: Election | None = None
+        self._doorkeeper: Doorkeeper | None = None
+        self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self._socket, self.address = _bind(self._context, listen)
+            self._doorkeeper = secure_server(self._socket, key, self._context)
+            self._events = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+            self.address = _bind(self._socket, listen, host, port)
+            if etcd:
+                self._election = Election(etcd, cluster, shard[0], self.core.incarnation, _reached_at(advertise, self.address))
             self.metrics_address: str | None = None
             if metrics_listen:
                 self._http = _serve_http(metrics_listen, self)
                 self.metrics_address = self._http.address
-        except BaseException:
-            self._context.destroy(linger=0)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, SecurityError | ElectionError):
+                raise MasterError(str(error)) from None
             raise
 
     def stop(self) -> None:
@@ -137,23 +209,30 @@ class MasterServer:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._events, zmq.POLLIN)
         next_tick = next_view = 0.0
+        if self._election is not None:
+            self._election.start()
+        turned_at = time.monotonic()
         try:
             while not self._stopping:
                 busy = bool(self._backlog) or self.core.sweeping
                 poller.poll(0 if busy else int(TICK_S * 1000))
+                now = time.monotonic()
+                if now - turned_at > STOOD_STILL_S:
+                    self.core.excuse(now - turned_at, now)
+                turned_at = now
                 self._receive()
+                self._count_strangers(now)
                 self._work(time.monotonic() + SLICE_S)
                 now = time.monotonic()
                 # Behind a full backlog there are signs of life not read yet: nobody is suspected meanwhile.
                 if self._backlog_bytes <= MAX_BACKLOG_BYTES and (now >= next_tick or self.core.sweeping):
                     next_tick = now + TICK_S
-                    self._send(self.core.tick(now))
-                    while self.core.notes:
-                        log.log(*self.core.notes.popleft())
+                    self._guard(self._tick, now)
                 if now >= next_view:
                     next_view = now + VIEW_S
-                    self._publish(now)
+                    self._guard(self._publish, now)
         finally:
             self.close()
 
@@ -162,8 +241,13 @@ class MasterServer:
         if self._http is not None:
             self._http.stop()
         if not self._socket.closed:
+            self._socket.disable_monitor()
             self._socket.close(linger=0)
-            self._context.term()
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
+            if self._election is not None:
+                self._election.close()
+            self._context.destroy(linger=0)
 
     def __del__(self) -> None:
         # Not in close: `stop` may come at any time, and must not write to another file that got the number.
@@ -186,7 +270,7 @@ class MasterServer:
                 self._garbage += 1
                 continue
             now = time.monotonic()
-            if isinstance(message, Lookup | Join | ClusterStatus):
+            if isinstance(message, Lookup | Join | ClusterStatus | Report):
                 self._handle(message, sender, now)
             else:
                 self.core.heard(message, now)
@@ -207,9 +291,39 @@ class MasterServer:
         except ProtocolError:
             self._garbage += 1
         except Exception:  # one message must not end the service for everybody
-            self._errors += 1
-            if self._errors <= 10:
-                log.exception("a %s message failed; please report this", type(message).__name__)
+            self._failed(f"a {type(message).__name__} message")
+
+    def _guard(self, what: Callable[[float], None], now: float) -> None:
+        try:
+            what(now)
+        except Exception:  # nor must housekeeping, nor what is only to be looked at
+            self._failed(what.__name__)
+
+    def _failed(self, what: str) -> None:
+        self._errors += 1
+        if self._errors <= 10:
+            log.exception("%s failed; please report this", what)
+
+    def _tick(self, now: float) -> None:
+        self._send(self.core.tick(now))
+        if self._election is not None:
+            self.core.role, self.core.masters = self._election.role(now), list(self._election.masters)
+        while self.core.notes:
+            log.log(*self.core.notes.popleft())
+
+    def _count_strangers(self, now: float) -> None:
+        for _ in range(MAX_EVENTS):
+            if not self._events.poll(0):
+                return
+            recv_monitor_message(self._events)
+            self._strangers += 1
+            if now - self._stranger_logged_at > LOG_EVERY_S:
+                self._stranger_logged_at = now
+                log.warning(
+                    "a connection was refused: who made it has no key, or another cluster's (%d since this master started);"
+                    " give every node and tool the same --key-file",
+                    self._strangers,
+                )
 
     def _send(self, output: list[tuple[bytes, Message]]) -> None:
         for receiver, message in output:
@@ -225,7 +339,23 @@ class MasterServer:
         counters["refused_adds"] = core.directory.refused_adds
         counters["garbage"] = self._garbage
         counters["errors"] = self._errors
-        self.view = View(now, len(core.directory), core.membership.counts(), counters)
+        counters["strangers"] = self._strangers
+        refusals: list[dict[str, str | int]] = [
+            {"at": _wall(refusal.at, now), "node": refusal.node, "reason": refusal.reason, "times": refusal.times}
+            for refusal in core.refusals.last()
+        ]
+        self.view = View(
+            now,
+            len(core.directory),
+            core.directory.resident_bytes,
+            core.warming,
+            str(core.shard),
+            core.role,
+            self._election.problem if self._election is not None else "",
+            refusals,
+            core.membership.counts(),
+            counters,
+        )
 
 
 def run_master(
@@ -235,17 +365,42 @@ def run_master(
     heartbeat_s: float = 1.0,
     ttl_s: float = 5.0,
     max_keys: int = DEFAULT_MAX_KEYS,
+    max_bytes: int | None = None,
+    shard: tuple[int, int] = (0, 1),
+    key: ClusterKey | None = None,
+    allow_unauthenticated: bool = False,
+    etcd: str | None = None,
+    cluster: str = "",
+    advertise: str = "",
     ready: Callable[[str, str | None], None] | None = None,
 ) -> None:
     """Run a master until SIGTERM or SIGINT. `ready` is called with what was bound, once nodes can connect.
 
-    Raises MasterError when it cannot start. Off the main thread no signals are caught: use MasterServer and its `stop` there.
+    The options are MasterServer's. Raises MasterError when it cannot start.
+    Off the main thread no signals are caught: use MasterServer and its `stop` there.
     """
-    server = MasterServer(listen, metrics_listen, heartbeat_s=heartbeat_s, ttl_s=ttl_s, max_keys=max_keys)
+    server = MasterServer(
+        listen,
+        metrics_listen,
+        heartbeat_s=heartbeat_s,
+        ttl_s=ttl_s,
+        max_keys=max_keys,
+        max_bytes=max_bytes,
+        shard=shard,
+        key=key,
+        allow_unauthenticated=allow_unauthenticated,
+        etcd=etcd,
+        cluster=cluster,
+        advertise=advertise,
+    )
     log.info(
-        "master %s serves: address=%s metrics=%s heartbeat_s=%g ttl_s=%g forget_s=%g max_keys=%d protocol=%d..%d",
+        "master %s serves: address=%s shard=%s key=%s etcd=%s metrics=%s heartbeat_s=%g ttl_s=%g forget_s=%g max_keys=%d"
+        " protocol=%d..%d",
         server.core.incarnation.hex(),
         server.address,
+        server.core.shard,
+        key.fingerprint if key is not None else "none: whoever reaches it is let in",
+        etcd or "off",
         server.metrics_address or "off",
         heartbeat_s,
         ttl_s,
@@ -289,13 +444,11 @@ def _cannot_bind(listen: str, what: str, error: OSError | zmq.ZMQError) -> Maste
     )
 
 
-def _bind(context: zmq.Context[zmq.Socket[bytes]], listen: str) -> tuple[zmq.Socket[bytes], str]:
-    host, port = _split(listen, "nodes", DEFAULT_PORT)
-    router = context.socket(zmq.ROUTER)
+def _bind(router: zmq.Socket[bytes], listen: str, host: str, port: int) -> str:
     router.setsockopt(zmq.LINGER, 0)
     router.setsockopt(zmq.SNDHWM, SEND_HWM)
     router.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
-    router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     router.setsockopt(zmq.BACKLOG, 1024)
     router.setsockopt(zmq.TCP_KEEPALIVE, 1)
     router.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
@@ -303,9 +456,29 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], listen: str) -> tuple[zmq.Soc
     try:
         router.bind(f"tcp://{join_address(host, port)}")
     except zmq.ZMQError as error:
-        router.close()
         raise _cannot_bind(listen, "nodes", error) from error
-    return router, bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode().removeprefix("tcp://")
+    return bytes(router.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode().removeprefix("tcp://")
+
+
+def _reached_at(advertise: str, bound: str) -> str:
+    """The address that goes into etcd."""
+    host, port = split_address(bound)
+    if advertise:
+        try:
+            host, port = split_address(advertise, port)
+        except ValueError as error:
+            raise MasterError(f"--advertise {advertise!r}: {error}") from None
+    if is_wildcard(host):
+        raise MasterError(
+            f"{join_address(host, port)} is an address to listen on, which no node can connect to: say under which host or"
+            " host:port nodes reach this master (--advertise)"
+        )
+    return join_address(host, port)
+
+
+def _wall(at: float, now: float) -> str:
+    """A time of the monotonic clock as an operator reads it."""
+    return (datetime.now(UTC) - timedelta(seconds=max(0.0, now - at))).isoformat(timespec="seconds")
 
 
 # --------------------------------------------------------------------------- HTTP
@@ -324,6 +497,14 @@ class _Metrics(Collector):  # type: ignore[misc]
             nodes.add_metric([state], count)
         yield nodes
         yield GaugeMetricFamily("hicache_master_keys", "Distinct pages in the directory.", value=view.keys)
+        yield GaugeMetricFamily("hicache_master_directory_bytes", "Memory of the directory, estimated.", value=view.bytes)
+        yield GaugeMetricFamily(
+            "hicache_master_warming", "1 until everything is known that the nodes hold.", value=int(view.warming)
+        )
+        yield GaugeMetricFamily("hicache_master_leader", "1 while this master leads its shard.", value=int(view.role == LEADER))
+        shard = GaugeMetricFamily("hicache_master_shard_info", "Which part of the keys this master has.", labels=["shard"])
+        shard.add_metric([view.shard], 1)
+        yield shard
         for field_name, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"hicache_master_{name}", text, value=view.counters.get(field_name, 0))
 
@@ -332,7 +513,17 @@ def _serve_http(listen: str, server: MasterServer) -> Observatory:
     def health() -> tuple[bool, dict[str, object]]:
         view = server.view
         well = time.monotonic() - view.at < STALLED_S
-        return well, {"status": "ok" if well else "stalled", "nodes": view.nodes, "keys": view.keys}
+        return well, {
+            "status": "ok" if well else "stalled",
+            "warming": view.warming,
+            "shard": view.shard,
+            "role": view.role,
+            "nodes": view.nodes,
+            "keys": view.keys,
+            "strangers": view.counters["strangers"],
+            "etcd": view.etcd,
+            "refusals": view.refusals,
+        }
 
     host, port = _split(listen, "metrics", None)
     try:
