@@ -7,7 +7,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ class _Pages:
     def values(self, hashes: bytes) -> list[int]:
         """What the tables have for these pages, 0 for nothing."""
         tables = self.tables
-        return [tables[first].get(key, 0) for first, key in zip(hashes[7::HASH_BYTES], _keys(hashes), strict=True)]
+        return list(map(dict.get, map(tables.__getitem__, hashes[7::HASH_BYTES]), _keys(hashes), repeat(0)))
 
     def grow(self) -> None:
         while self.span > 1 and self.keys > TABLE_KEYS * (_TABLES + self.split_at) // self.span:
@@ -424,26 +424,27 @@ class Directory:
             return Holders(b"" if prefix else bytes(count), b"", [])
         choice = _Choice(self._rng, ranks, exclude, near, load)
         firsts = choice.firsts
-        column = bytearray()
-        values: list[int] = []
+        column = b""
+        parts: list[list[int]] = []
         step = PREFIX_STEP if prefix else count
         for start in range(0, count, step):
             part = pages.values(hashes[start * HASH_BYTES : (start + step) * HASH_BYTES])
             ended = False
-            for value in dict.fromkeys(part):
+            for value in _distinct(part):
                 if value not in firsts:
                     choice.decide(value)
                 if prefix and not firsts[value]:
                     del part[part.index(value) :]
                     ended = True
                     break
-            column += bytes([firsts[value] for value in part])
-            values += part
+            column += _column(part, firsts)
+            parts.append(part)
             if ended:
                 break
-        seconds = choice.seconds()
-        others = bytes([seconds.get(value, 0) for value in values]) if seconds else b""
-        return Holders(bytes(column), others if any(others) else b"", choice.slots)
+        others = b""
+        if seconds := choice.seconds():
+            others = b"".join([_column(part, seconds) for part in parts])
+        return Holders(column, others if any(others) else b"", choice.slots)
 
     def lookup(
         self, namespace: bytes, hashes: bytes, exclude_slot: int | None, prefix: bool, allowed_slots: int
@@ -575,14 +576,22 @@ class _Choice:
         self._load = load
 
     def decide(self, value: int) -> None:
+        if value <= _FIELD:
+            slot = value - 1
+            answerable = slot < len(self._ranks) and self._ranks[slot] and slot not in self._exclude
+            self.firsts[value] = self._name(slot) if answerable else 0
+            return
         candidates = self._candidates(value)
         self.firsts[value] = self._pick(candidates)
         if candidates:
             self._spare[value] = candidates
 
     def seconds(self) -> dict[int, int]:
-        """After all firsts, so that these never take a first one's place among the peers."""
-        return {value: self._pick(candidates) for value, candidates in self._spare.items()}
+        """The same for second holders; empty when no page has one. After all firsts, so that these never take a first one's
+        place among the peers."""
+        if not self._spare:
+            return {}
+        return dict.fromkeys(self.firsts, 0) | {value: self._pick(candidates) for value, candidates in self._spare.items()}
 
     def _candidates(self, value: int) -> list[tuple[int, int]]:
         """(rank, slot) of the holders that may be answered."""
@@ -606,17 +615,22 @@ class _Choice:
         best = min(candidates)[0]
         equals = [candidate for candidate in candidates if candidate[0] == best]
         chosen = next((candidate for candidate in equals if candidate[1] in self._named), None)
+        if chosen is None and len(self.slots) >= MAX_PEERS_PER_REPLY:
+            chosen = next((candidate for candidate in candidates if candidate[1] in self._named), None)
+            if chosen is None:
+                return 0
         if chosen is None:
-            if len(self.slots) >= MAX_PEERS_PER_REPLY:
-                chosen = next((candidate for candidate in candidates if candidate[1] in self._named), None)
-                if chosen is None:
-                    return 0
-            else:
-                chosen = equals[0] if len(equals) == 1 else self._of_two(equals)
-                self.slots.append(chosen[1])
-                self._named[chosen[1]] = len(self.slots)
+            chosen = equals[0] if len(equals) == 1 else self._of_two(equals)
         candidates.remove(chosen)
-        return self._named[chosen[1]]
+        return self._name(chosen[1])
+
+    def _name(self, slot: int) -> int:
+        """1 + its index among the peers, 0 when there is no place for another one."""
+        named = self._named.get(slot, 0)
+        if not named and len(self.slots) < MAX_PEERS_PER_REPLY:
+            self.slots.append(slot)
+            named = self._named[slot] = len(self.slots)
+        return named
 
     def _of_two(self, equals: list[tuple[int, int]]) -> tuple[int, int]:
         one, two = self._rng.sample(equals, 2)
@@ -631,6 +645,19 @@ def _keys(hashes: bytes) -> list[int]:
         return []
     keys: list[int] = (np.frombuffer(hashes, "<u8")[:: HASH_BYTES // 8] >> 4).tolist()
     return keys
+
+
+def _distinct(values: list[int]) -> Iterable[int]:
+    """In order of their first appearance. Mostly there is one: a chain lies where it was computed."""
+    if values.count(values[0]) == len(values):
+        return (values[0],)
+    return dict.fromkeys(values)
+
+
+def _column(values: list[int], entries: dict[int, int]) -> bytes:
+    if values and values.count(values[0]) == len(values):
+        return bytes((entries[values[0]],)) * len(values)
+    return bytes(map(entries.__getitem__, values))
 
 
 def _width(value: int) -> int:
