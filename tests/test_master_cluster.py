@@ -339,6 +339,7 @@ def test_in_a_large_cluster_the_sample_is_bounded_and_everybodys_turn_comes(mast
     names = [f"n{number}" for number in range(200)]
     for name in names:
         master.join(name)
+        master.beat(name)
     seen: set[str] = set()
     for _ in range(60):
         room = master.beat("n0", want_room=True).room
@@ -352,6 +353,7 @@ def test_in_a_large_cluster_the_sample_is_bounded_and_everybodys_turn_comes(mast
 def test_a_node_that_left_is_not_offered_any_more(master: Master) -> None:
     for node in "ab":
         master.join(node)
+        master.beat(node)
     assert len(master.beat("a", want_room=True).room) == 1
     master.take(Leave("b", b"i1"))
     assert master.beat("a", want_room=True).room == []

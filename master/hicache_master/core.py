@@ -453,6 +453,7 @@ class MasterCore:
         member.lookups = message.lookups
         member.load = message.load
         member.room_bytes = message.room_bytes
+        member.reported = True
         if member.draining != message.draining:
             self.membership.drain(member.name, message.draining)
             if message.draining:

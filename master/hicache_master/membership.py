@@ -71,6 +71,8 @@ class Member:
     """Bytes sent to other nodes, between its last two heartbeats."""
     room_bytes: int = -1
     """As in Beat."""
+    reported: bool = False
+    """Has it said what it uses? What a node that joins a restarted master holds is not known before."""
 
     @property
     def address(self) -> tuple[str, int]:

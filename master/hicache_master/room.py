@@ -19,6 +19,8 @@ UNSAID_FREE_SHARE = 0.1
 
 def free_bytes(member: Member) -> int:
     """What a node takes before it reaches its own low watermark."""
+    if not member.reported:
+        return 0
     if member.room_bytes >= 0:
         return member.room_bytes
     return max(0, int(member.capacity_bytes * (1 - UNSAID_FREE_SHARE)) - member.used_bytes)
