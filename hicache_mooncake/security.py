@@ -71,7 +71,7 @@ class ClusterKey:
         except OSError as error:
             who = f"user {os.geteuid()}"
             raise SecurityError(f"key file {path}: cannot be read by {who} ({error.strerror}): chown it to {who}") from None
-        with open(fd, "rb") as file:
+        try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise SecurityError(f"key file {path}: is no file. {make[0].upper()}{make[1:]}")
@@ -84,9 +84,11 @@ class ClusterKey:
                     f"key file {path}: belongs to user {status.st_uid}: chown it to user {os.geteuid()} or root"
                 )
             try:
-                body = file.read(MAX_KEY_FILE_BYTES + 1)
+                body = os.read(fd, MAX_KEY_FILE_BYTES + 1)
             except OSError as error:
                 raise SecurityError(f"key file {path}: cannot be read ({error.strerror})") from None
+        finally:
+            os.close(fd)
         if len(body) > MAX_KEY_FILE_BYTES:
             raise SecurityError(
                 f"key file {path}: is larger than {MAX_KEY_FILE_BYTES} bytes, so no key. {make[0].upper()}{make[1:]}"
@@ -268,7 +270,11 @@ def secure_server(
 
 class HandshakeWatch:
     """Counts what ZeroMQ otherwise keeps to itself: handshakes that failed, because the other side has another key, or none
-    where this one has one, or speaks something else. On the socket's own thread; close it before the socket."""
+    where this one has one, or speaks something else. On the socket's own thread; close it before the socket.
+
+    A socket whose handshake was refused by the mechanism or by a doorkeeper does not connect again by itself, even when the
+    other side is put right: make a new one.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         import zmq

@@ -138,6 +138,7 @@ def node_command(
     for notice in notices:
         log.info(notice)
     log.info("node %s: %s", __version__, settings.describe())
+    _key(settings.key_file)  # the message of a key that cannot be used, before anything is started
 
     from hicache_mooncake.node.service import NodeError, run_node
 

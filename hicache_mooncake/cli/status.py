@@ -82,10 +82,11 @@ def ask_master(address: str, timeout_s: float = TIMEOUT_S, key: ClusterKey | Non
         socket.send(protocol.encode(protocol.ClusterStatus()))
         while not socket.poll(100):
             failed += watch.failed()
-            if failed >= _HANDSHAKES:
+            late = time.monotonic() > deadline
+            if failed >= _HANDSHAKES or (failed and late):  # after some kinds of failure ZeroMQ does not try again
                 mine = f"the key {key.fingerprint} was offered" if key else "no key was offered: set key_file (--key-file)"
                 raise Unreachable(f"{address} turns us away, it has another key, or none, or is no master; {mine}")
-            if time.monotonic() > deadline:
+            if late:
                 raise Unreachable(
                     f"no master answers on {address} in {timeout_s:g} s: start one with `hicache-mooncake master`"
                 )
