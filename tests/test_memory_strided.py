@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client.batch import Batch
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.geometry import PoolGeometry
-from hicache_mooncake.client.mover import Batch
 from hicache_mooncake.config import Settings
 from hicache_mooncake.testing.local import page_hash, pattern
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd

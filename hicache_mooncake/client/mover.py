@@ -15,109 +15,30 @@ import contextlib
 import ctypes
 import importlib
 import itertools
-import math
 import os
 import select
 import signal
 import socket
 import sys
 import time
-from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.backoff import BLAME_AFTER_S
+from hicache_mooncake.client.batch import Batch, Landing
+from hicache_mooncake.client.fetch import RemoteReads
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
-from hicache_mooncake.keys import checksum_seed
+from hicache_mooncake.client.remote import FetchPlan
 from hicache_mooncake.transfer.mapping import Mapping
-from hicache_mooncake.transfer.memory import (
-    BodyLayout,
-    EngineMemory,
-    EngineMemoryError,
-    ForeignMemory,
-    MappedMemory,
-    Source,
-    fill,
-)
-from hicache_mooncake.transfer.peers import Peers, peer_closed
-from hicache_mooncake.transfer.tcp import PeerConnection
+from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
+from hicache_mooncake.transfer.peers import Peers
 from hicache_mooncake.wire import Wire, WireClosed
 
 _to_mover = p.decoder(p.ToMover)
 
-_MIN_FETCH_S = 0.005
-_CONNECTING_S = 0.5
-"""For all peers of a batch that have to be connected to, together."""
 _NO_ROOM_RETRIES_S = (0.01, 0.03)
 _WAIT_SHARE = 0.5
 """Of the time that is left: how long a rank waits for another that fetches the same pages, before it fetches them itself."""
-
-
-class Fetching:
-    """Pages asked for from one peer, whose answer is still to be read."""
-
-    def __init__(self, peer: p.Peer, connection: PeerConnection, wanted: list[int], fetch_id: int) -> None:
-        self.fetch_id = fetch_id
-        self.peer = peer
-        self.connection = connection
-        self.wanted = wanted
-        self.asked_at = time.monotonic()
-
-
-class Landing:
-    """Where in the node's segment pages from other nodes go first, for all ranks of this host. `checksums` has those that came
-    whole. Not to be written to once the connection to the node has gone: the room is somebody else's then."""
-
-    def __init__(self, segment: Mapping, txn: int) -> None:
-        self.segment = segment
-        self.txn = txn
-        self.offsets: dict[int, int] = {}
-        self.checksums: dict[int, int] = {}
-
-
-_MAX_BODY_BYTES = 4 << 30
-_MAX_DIMS = 8
-
-
-class Batch:
-    """Geometry of one Transfer: the run addresses of page i. Raises ProtocolError for one that cannot be."""
-
-    def __init__(self, job: p.Transfer) -> None:
-        self.job = job
-        self.count = p.count_hashes(job.hashes)
-        for run in job.runs:
-            _check_run(run)
-        self.body_bytes = sum(run.length for run in job.runs)
-        if not 0 < self.body_bytes <= _MAX_BODY_BYTES:
-            raise p.ProtocolError(f"page bodies of {self.body_bytes} bytes")
-        self.layout = BodyLayout(job.runs)
-        self._pages = array("q", job.pages)
-        self._addresses = array("q", job.addresses)
-        expected = self.count * len(job.runs) if job.addresses else self.count
-        if len(self._addresses or self._pages) != expected:
-            raise p.ProtocolError(
-                f"batch of {self.count} keys does not match its {len(self._addresses or self._pages)} addresses"
-            )
-
-    def seed(self, i: int) -> int:
-        return checksum_seed(self.job.namespace, self.job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES])
-
-    def addresses(self, i: int) -> Sequence[int]:
-        if self._addresses:
-            runs = len(self.job.runs)
-            return self._addresses[i * runs : (i + 1) * runs]
-        page = self._pages[i]
-        return [run.address + page * run.stride for run in self.job.runs]
-
-
-def _check_run(run: p.Run) -> None:
-    counts = [count for count, _ in run.dims]
-    steps = [step for _, step in run.dims]
-    if run.length <= 0 or len(run.dims) > _MAX_DIMS or min(counts, default=1) <= 0 or min(steps, default=1) <= 0:
-        raise p.ProtocolError(f"a run of {run.length} bytes with counts {counts} and steps {steps}")
-    if run.length % math.prod(counts):
-        raise p.ProtocolError(f"a run of {run.length} bytes cannot be {counts} equal pieces")
 
 
 class Mover:
@@ -127,7 +48,6 @@ class Mover:
         self.memory = memory
         self._link = link
         self._peers = Peers()
-        self._last_fetch = 0
         # A child that the engine forks holds the engine's end of our socket open: its end alone does not tell that it is gone.
         self._engine_pid = engine_pid
         self._engine: int | None = None
@@ -200,33 +120,62 @@ class Mover:
         assert isinstance(located, p.Located)
         segment = self._link.segment
         assert segment is not None
-        by_peer: dict[tuple[str, int], tuple[p.Peer, list[int]]] = {}
+        self._peers.identify(self._link.data_key, self._link.node)
+        plan = FetchPlan(deadline)
         local: list[tuple[int, int, int]] = []
         waiting: list[int] = []
         landing = Landing(segment, located.txn)
         room = iter(located.room)
-        for i, status, where, checksum in zip(pages, located.status, located.where, located.checksum, strict=True):
+        others = located.others or itertools.repeat(-1, len(pages))
+        for i, status, where, checksum, other in zip(
+            pages, located.status, located.where, located.checksum, others, strict=True
+        ):
             if status == p.LOCAL:
                 local.append((i, where, checksum))
             elif status in (p.REMOTE, p.FETCH):
-                peer = located.peers[where]
-                by_peer.setdefault((peer.host, peer.port), (peer, []))[1].append(i)
+                plan.add(i, [located.peers[holder] for holder in (where, other) if holder >= 0])
                 if status == p.FETCH:
                     landing.offsets[i] = next(room)
             elif status == p.WAIT:
                 waiting.append(i)
             else:
                 reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
-        peer_down: list[str] = []
-        fetches: list[Fetching] = []
-        # Peers that we are connected to start sending while the local pages are copied; others are connected to afterwards,
-        # since one that does not answer must not cost the pages that are here.
-        connected, others = self._peers.split(list(by_peer.values()))
-        for peer, wanted in connected:
-            self._request(peer, batch, wanted, deadline, reasons, peer_down, fetches)
-        bad = bytearray()
+        reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node)
+        try:
+            # Peers that we are connected to start sending while the local pages are copied, and the others are connected to.
+            reads.begin()
+            loaded, bad = self._copy_local(batch, segment, local, ok, reasons, deadline, reads)
+            self._link.tell(p.Release(located.pin, job.namespace, bad, loaded=loaded), deadline + 0.1)
+            if self._link.segment is not segment:
+                landing.offsets.clear()  # the node has given the room back with the connection
+            reads.run()
+        finally:
+            reads.close()
+        reasons.update(plan.reasons)
+        if landing.offsets:
+            whole = [landing.checksums.get(i) for i in landing.offsets]
+            commit = p.Commit(landing.txn, bytes(c is not None for c in whole), [c or 0 for c in whole])
+            with contextlib.suppress(NodeUnavailable):  # the pages are in the engine all the same
+                self._link.ask_same(commit, deadline + 0.1)
+        if plan.blamed:
+            self._link.tell(p.Release(0, peer_down=plan.blamed), deadline + 0.1)
+        return (loaded * batch.body_bytes, reads.received_bytes), waiting
+
+    def _copy_local(
+        self,
+        batch: Batch,
+        segment: Mapping,
+        local: list[tuple[int, int, int]],
+        ok: bytearray,
+        reasons: Counter[str],
+        deadline: float,
+        reads: RemoteReads,
+    ) -> tuple[int, bytes]:
+        """Pages that are here, as (page, offset, checksum): how many came whole, and the hashes of those that are damaged."""
         loaded = 0
+        bad = bytearray()
         for i, offset, checksum in local:
+            reads.poke()
             if time.monotonic() > deadline:
                 reasons["deadline"] += 1
                 continue
@@ -241,162 +190,8 @@ class Mover:
                 loaded += 1
             else:
                 reasons["checksum"] += 1
-                bad += job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES]
-        self._link.tell(p.Release(located.pin, job.namespace, bytes(bad), loaded=loaded), deadline + 0.1)
-        connecting_until = min(deadline, time.monotonic() + _CONNECTING_S)
-        for peer, wanted in others:
-            self._request(peer, batch, wanted, deadline, reasons, peer_down, fetches, connecting_until)
-        if self._link.segment is not segment:
-            landing.offsets.clear()  # the node has given the room back with the connection
-        remote_bytes = self._receive_all(fetches, batch, landing, ok, reasons, deadline, peer_down)
-        if landing.offsets:
-            whole = [landing.checksums.get(i) for i in landing.offsets]
-            commit = p.Commit(landing.txn, bytes(c is not None for c in whole), [c or 0 for c in whole])
-            with contextlib.suppress(NodeUnavailable):  # the pages are in the engine all the same
-                self._link.ask_same(commit, deadline + 0.1)
-        if peer_down:
-            self._link.tell(p.Release(0, peer_down=peer_down), deadline + 0.1)
-        return (loaded * batch.body_bytes, remote_bytes), waiting
-
-    def _request(
-        self,
-        peer: p.Peer,
-        batch: Batch,
-        wanted: list[int],
-        deadline: float,
-        reasons: Counter[str],
-        peer_down: list[str],
-        fetches: list[Fetching],
-        connecting_until: float = 0.0,
-    ) -> None:
-        """Send the Fetch. A reused connection that is dead is made anew once."""
-        job = batch.job
-        if time.monotonic() + _MIN_FETCH_S > deadline:
-            reasons["deadline"] += len(wanted)
-            return
-        self._last_fetch += 1
-        hashes = p.select_hashes(job.hashes, wanted)
-        fetch = p.Fetch(p.PROTOCOL_MAX, self._link.node, job.namespace, hashes, batch.body_bytes, self._last_fetch, job.touch)
-        connecting_until = connecting_until or min(deadline, time.monotonic() + _CONNECTING_S)
-        for _attempt in (0, 1):
-            reused = False
-            try:
-                got = self._peers.get(peer, connecting_until)
-                if got is None:
-                    break  # its breaker is open
-                connection, reused = got
-                if reused and peer_closed(connection.sock):
-                    raise ConnectionError("idle connection was closed by the peer")
-                connection.request(fetch, deadline)
-                fetches.append(Fetching(peer, connection, wanted, self._last_fetch))
-                return
-            except (OSError, TimeoutError):
-                if not reused:
-                    self._peers.failed(peer)
-                    peer_down.append(peer.node)
-                    break
-                self._peers.drop(peer)
-        reasons["peer_down"] += len(wanted)
-
-    def _receive_all(
-        self,
-        fetches: list[Fetching],
-        batch: Batch,
-        landing: Landing,
-        ok: bytearray,
-        reasons: Counter[str],
-        deadline: float,
-        peer_down: list[str],
-    ) -> int:
-        """Read the peers' answers as they become ready, so that a slow one does not eat the others' time. Returns bytes."""
-        received = 0
-        poll = select.poll()
-        waiting = {fetching.connection.sock.fileno(): fetching for fetching in fetches}
-        for fd in waiting:
-            poll.register(fd, select.POLLIN)
-        while waiting:
-            left = deadline - time.monotonic()
-            ready = poll.poll(max(left, 0) * 1000)
-            if not ready:
-                for fetching in waiting.values():
-                    self._late(fetching.peer, fetching.asked_at, peer_down)
-                    reasons["deadline"] += len(fetching.wanted)
-                break
-            for fd, _ in ready:
-                poll.unregister(fd)
-                received += self._receive(waiting.pop(fd), batch, landing, ok, reasons, deadline, peer_down)
-        return received
-
-    def _receive(
-        self,
-        fetching: Fetching,
-        batch: Batch,
-        landing: Landing,
-        ok: bytearray,
-        reasons: Counter[str],
-        deadline: float,
-        peer_down: list[str],
-    ) -> int:
-        peer, connection, wanted = fetching.peer, fetching.connection, fetching.wanted
-        received, settled = 0, 0
-        started = time.monotonic()
-        try:
-            reply = connection.reply(deadline)
-            if reply.id != fetching.fetch_id or not len(reply.status) == len(reply.checksum) == len(wanted):
-                raise p.ProtocolError("reply does not match the request")
-            held: list[tuple[int, int]] = []
-            for i, status, checksum in zip(wanted, reply.status, reply.checksum, strict=True):
-                if status == p.LOCAL:
-                    held.append((i, checksum))
-                else:
-                    reasons["wrong_length" if status == p.WRONG_LENGTH else "gone_remote"] += 1
-                    settled += 1
-            bodies = self._bodies(connection.source(deadline), batch, [i for i, _ in held], landing)
-            for (i, checksum), arrived in zip(held, bodies, strict=True):
-                received += batch.body_bytes
-                if arrived == checksum:
-                    ok[i] = 1
-                    if i in landing.offsets:
-                        landing.checksums[i] = checksum
-                else:
-                    reasons["checksum_remote"] += 1
-                settled += 1
-            self._peers.works(peer)
-        # Closing is the fence in each of these: whatever the peer still sends lands nowhere.
-        except EngineMemoryError:
-            self._peers.drop(peer)
-            reasons["engine_memory"] += len(wanted) - settled
-        except TimeoutError:
-            self._late(peer, started, peer_down)
-            reasons["deadline"] += len(wanted) - settled
-        except (OSError, p.ProtocolError):
-            self._peers.failed(peer)
-            peer_down.append(peer.node)
-            reasons["peer_failed"] += len(wanted) - settled
-        return received
-
-    def _bodies(self, source: Source, batch: Batch, pages: Sequence[int], landing: Landing) -> Iterator[int]:
-        """Receive these pages into the engine, those with a place in the segment through it. Yields the checksum of each as it
-        has arrived in the engine."""
-        for through_segment, group in itertools.groupby(pages, key=lambda i: i in landing.offsets):
-            members = list(group)
-            if not through_segment:
-                places, seeds = [batch.addresses(i) for i in members], [batch.seed(i) for i in members]
-                yield from self.memory.receive(source, places, batch.layout, seeds)
-                continue
-            for i in members:
-                offset = landing.offsets[i]
-                body = landing.segment.view[offset : offset + batch.body_bytes]
-                fill(source, [body])
-                at = landing.segment.address + offset
-                yield self.memory.load(body, at, batch.addresses(i), batch.layout, batch.seed(i))
-
-    def _late(self, peer: p.Peer, since: float, peer_down: list[str]) -> None:
-        if time.monotonic() - since < BLAME_AFTER_S:
-            self._peers.drop(peer)
-            return
-        self._peers.failed(peer)
-        peer_down.append(peer.node)
+                bad += batch.job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES]
+        return loaded, bytes(bad)
 
     # ------------------------------------------------------------------ store
 

@@ -37,6 +37,8 @@ class NodeLink:
         self._retry = Backoff(_NODE_RETRY_FIRST_S, _NODE_RETRY_MAX_S)
         self.segment: Mapping | None = None
         self.node = ""
+        self.data_key = b""
+        """Of the node's cluster: what other nodes' data ports want proved."""
 
     def ask(self, message: p.Message, deadline: float) -> p.Message:
         """One request, one answer. A connection that turns out dead is made anew once: the node may have restarted.
@@ -129,6 +131,7 @@ class NodeLink:
         segment.populate_in_background(_POPULATE_BYTES)
         self.segment = segment
         self.node = welcome.node
+        self.data_key = welcome.data_key
         self._wire = wire
         return wire
 

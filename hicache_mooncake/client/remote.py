@@ -11,16 +11,11 @@ from collections.abc import Callable, Sequence
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import LEAST_S, Admission
+from hicache_mooncake.transfer.peers import Address, address_of
 
 _MAX_ASK_PAGES = 1024
 """Asked for at once: more go in several turns, so that no holder keeps pages pinned for the whole of a large batch."""
 _PROBE_S = 0.5
-
-Address = tuple[str, int]
-
-
-def address_of(peer: p.Peer) -> Address:
-    return (peer.host, peer.port)
 
 
 class Ask:

@@ -1,0 +1,66 @@
+"""One batch as a mover sees it: which pages, and where in the engine's memory and in the node's segment their bytes go."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.keys import checksum_seed
+from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.memory import BodyLayout
+
+_MAX_BODY_BYTES = 4 << 30
+_MAX_DIMS = 8
+
+
+class Landing:
+    """Where in the node's segment pages from other nodes go first, for all ranks of this host. `checksums` has those that came
+    whole. Not to be written to once the connection to the node has gone: the room is somebody else's then."""
+
+    def __init__(self, segment: Mapping, txn: int) -> None:
+        self.segment = segment
+        self.txn = txn
+        self.offsets: dict[int, int] = {}
+        self.checksums: dict[int, int] = {}
+
+
+class Batch:
+    """Geometry of one Transfer: the run addresses of page i. Raises ProtocolError for one that cannot be."""
+
+    def __init__(self, job: p.Transfer) -> None:
+        self.job = job
+        self.count = p.count_hashes(job.hashes)
+        for run in job.runs:
+            _check_run(run)
+        self.body_bytes = sum(run.length for run in job.runs)
+        if not 0 < self.body_bytes <= _MAX_BODY_BYTES:
+            raise p.ProtocolError(f"page bodies of {self.body_bytes} bytes")
+        self.layout = BodyLayout(job.runs)
+        self._pages = array("q", job.pages)
+        self._addresses = array("q", job.addresses)
+        expected = self.count * len(job.runs) if job.addresses else self.count
+        if len(self._addresses or self._pages) != expected:
+            raise p.ProtocolError(
+                f"batch of {self.count} keys does not match its {len(self._addresses or self._pages)} addresses"
+            )
+
+    def seed(self, i: int) -> int:
+        return checksum_seed(self.job.namespace, self.job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES])
+
+    def addresses(self, i: int) -> Sequence[int]:
+        if self._addresses:
+            runs = len(self.job.runs)
+            return self._addresses[i * runs : (i + 1) * runs]
+        page = self._pages[i]
+        return [run.address + page * run.stride for run in self.job.runs]
+
+
+def _check_run(run: p.Run) -> None:
+    counts = [count for count, _ in run.dims]
+    steps = [step for _, step in run.dims]
+    if run.length <= 0 or len(run.dims) > _MAX_DIMS or min(counts, default=1) <= 0 or min(steps, default=1) <= 0:
+        raise p.ProtocolError(f"a run of {run.length} bytes with counts {counts} and steps {steps}")
+    if run.length % math.prod(counts):
+        raise p.ProtocolError(f"a run of {run.length} bytes cannot be {counts} equal pieces")

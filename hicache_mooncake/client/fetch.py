@@ -1,0 +1,313 @@
+"""A mover's reads from other nodes: the shell around FetchPlan that connects, asks, and receives into the engine's memory.
+
+Answers are read as they come, from all nodes at once on one thread, so that a slow one takes no time from the others. Closing a
+connection is the fence: whatever the node still sends lands nowhere. It comes before the pages are asked of anybody else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import time
+from collections.abc import Generator, Sequence
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S
+from hicache_mooncake.client.batch import Batch, Landing
+from hicache_mooncake.client.remote import Ask, FetchPlan
+from hicache_mooncake.transfer import tcp
+from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError
+from hicache_mooncake.transfer.peers import Connecting, Peers
+from hicache_mooncake.transfer.tcp import PeerConnection
+
+_CONNECTING_S = 0.5
+_SENDING_S = 0.2
+"""A request is small: who does not take it within this time does not read."""
+_TURN_BYTES = 1 << 20
+"""From one node, before the others are looked at."""
+
+_fetch_ids = itertools.count(1)
+
+Reading = Generator[list[memoryview], None, None]
+
+
+class _Stream:
+    """An Ask under way on a connection: `wanted` is to be filled by what comes next."""
+
+    def __init__(self, ask: Ask, connection: PeerConnection, *, reused: bool) -> None:
+        self.ask = ask
+        self.connection = connection
+        self.reused = reused
+        self.fetch_id = next(_fetch_ids)
+        self.reading: Reading
+        self.wanted: list[memoryview] = []
+        self.began = self.last_at = time.monotonic()
+        self.received = 0
+
+    def fileno(self) -> int:
+        return self.connection.sock.fileno()
+
+    def advance(self, got: int) -> None:
+        """So many bytes have come, at least one."""
+        self.received += got
+        self.last_at = time.monotonic()
+        done = 0
+        while done < len(self.wanted) and got >= len(self.wanted[done]):
+            got -= len(self.wanted[done])
+            done += 1
+        self.wanted = self.wanted[done:]
+        if got:
+            self.wanted[0] = self.wanted[0][got:]
+
+
+class RemoteReads:
+    """The remote pages of one batch. `begin`, then `poke` whenever there is a moment, then `run`; `close` in any case."""
+
+    def __init__(
+        self, peers: Peers, memory: EngineMemory, batch: Batch, landing: Landing, ok: bytearray, plan: FetchPlan, requester: str
+    ) -> None:
+        self._peers = peers
+        self._memory = memory
+        self._batch = batch
+        self._landing = landing
+        self._ok = ok
+        self._plan = plan
+        self._requester = requester
+        self._streams: dict[int, _Stream] = {}
+        self._connecting: dict[Connecting, Ask] = {}
+        self._poll = select.poll()
+        self._poll.register(peers.fileno(), select.POLLIN)
+        self.received_bytes = 0
+        """Of bodies that came whole."""
+
+    def begin(self) -> None:
+        """Ask those that we are connected to, and begin to connect to the others."""
+        for ask in self._plan.next(time.monotonic(), self._peers.admit):
+            self._start(ask)
+
+    def poke(self) -> None:
+        """Ask those that have been connected to meanwhile."""
+        if self._connecting:
+            self._take_connected()
+
+    def run(self) -> None:
+        """Until every page is settled. Returns at the plan's deadline."""
+        while True:
+            self.begin()
+            if self._plan.done:
+                return
+            if not self._streams and not self._connecting:
+                continue  # all that was begun has failed at once
+            if len(self._streams) == 1 and not self._connecting:
+                (stream,) = self._streams.values()
+                self._turn(stream, alone=True)
+                continue
+            now = time.monotonic()
+            due = self._plan.due()
+            left = max(0.0, (self._plan.deadline if due is None else due) - now)
+            ready = {fd for fd, _ in self._poll.poll(left * 1000)}
+            late = self._plan.expired(time.monotonic())
+            for fd in ready:
+                stream_ready = self._streams.get(fd)
+                if stream_ready is not None and stream_ready.ask not in late:
+                    self._turn(stream_ready, alone=False)
+            self._take_connected()
+            for ask in late:
+                self._give_up(ask, ready)
+
+    def close(self) -> None:
+        """Whatever is still under way is stopped: nothing lands any more."""
+        for stream in list(self._streams.values()):
+            self._end_stream(stream, keep=False)
+            self._peers.undecided(stream.ask.peer)
+        for attempt, ask in self._connecting.items():
+            self._peers.abandon(attempt)
+            self._peers.undecided(ask.peer)
+        self._connecting.clear()
+
+    # ------------------------------------------------------------------ asking
+
+    def _start(self, ask: Ask) -> None:
+        connection = self._peers.take(ask.peer)
+        if connection is not None:
+            self._send(ask, connection, reused=True)
+            return
+        until = min(ask.until, time.monotonic() + _CONNECTING_S)
+        self._connecting[self._peers.connect(ask.peer, until)] = ask
+
+    def _take_connected(self) -> None:
+        for attempt in self._peers.connected():
+            ask = self._connecting.pop(attempt, None)
+            if ask is None:
+                continue
+            if attempt.connection is not None:
+                self._send(ask, attempt.connection, reused=False)
+            elif attempt.at_fault:
+                self._peers.failed(ask.peer)
+                self._plan.ended(ask, "peer_down", blame=True)
+            else:
+                self._peers.undecided(ask.peer)
+                self._plan.ended(ask, "peer_down")
+
+    def _send(self, ask: Ask, connection: PeerConnection, *, reused: bool) -> None:
+        stream = _Stream(ask, connection, reused=reused)
+        job = self._batch.job
+        hashes = p.select_hashes(job.hashes, ask.pages)
+        fetch = p.Fetch(
+            p.PROTOCOL_MAX, self._requester, job.namespace, hashes, self._batch.body_bytes, stream.fetch_id, job.touch
+        )
+        stream.reading = self._reading(stream)
+        stream.wanted = next(stream.reading)
+        try:
+            connection.request(fetch, min(ask.until, stream.began + _SENDING_S))
+        except TimeoutError:
+            connection.close()
+            self._blame(stream, "peer_down", at_fault=time.monotonic() - stream.began >= _SENDING_S)
+        except OSError:
+            connection.close()
+            self._broke(stream, "peer_down")
+        else:
+            self._streams[stream.fileno()] = stream
+            self._poll.register(stream.fileno(), select.POLLIN)
+
+    # ------------------------------------------------------------------ receiving
+
+    def _turn(self, stream: _Stream, *, alone: bool) -> None:
+        """Read what has come. With nobody else to look at, wait for all of it."""
+        ask = stream.ask
+        source = stream.connection.source(ask.until)
+        turn_ends = stream.received + _TURN_BYTES
+        try:
+            while alone or stream.received < turn_ends:
+                while stream.wanted:
+                    got = source(stream.wanted) if alone else _at_once(stream.connection.sock, stream.wanted)
+                    if got == 0:
+                        raise ConnectionError("peer closed the connection in mid-answer")
+                    stream.advance(got)
+                stream.wanted = next(stream.reading)
+        except StopIteration:
+            self._end_stream(stream, keep=True)
+            self._peers.works(ask.peer)
+            self._plan.ended(ask)
+        except BlockingIOError:
+            pass
+        except EngineMemoryError:
+            self._end_stream(stream, keep=False)
+            self._peers.undecided(ask.peer)
+            self._plan.ended(ask, "engine_memory", final=True)
+        except TimeoutError:
+            self._give_up(ask, set())
+        except (OSError, p.ProtocolError):
+            self._end_stream(stream, keep=False)
+            self._broke(stream, "peer_failed")
+
+    def _reading(self, stream: _Stream) -> Reading:
+        """Yields what the answer's bytes go into, in order, and settles each page when its last one has come."""
+        ask, plan = stream.ask, self._plan
+        header = tcp.incoming(tcp.reply_decoder)
+        while True:
+            try:
+                view = next(header)
+            except StopIteration as read:
+                reply = read.value
+                break
+            yield [view]
+        if isinstance(reply, p.Refused):
+            raise p.ProtocolError(f"node {ask.peer.node} refused: {reply.reason}")
+        if reply.id != stream.fetch_id or not len(reply.status) == len(reply.checksum) == len(ask.pages):
+            raise p.ProtocolError("reply does not match the request")
+        held: list[tuple[int, int]] = []
+        for page, status, checksum in zip(ask.pages, reply.status, reply.checksum, strict=True):
+            if status == p.LOCAL:
+                held.append((page, checksum))
+            else:
+                plan.missed(ask, page, "wrong_length" if status == p.WRONG_LENGTH else "gone_remote")
+        bodies = self._bodies([page for page, _ in held])
+        for page, checksum in held:
+            arrived = None
+            while arrived is None:
+                wanted = next(bodies)
+                if isinstance(wanted, int):
+                    arrived = wanted
+                else:
+                    yield wanted
+            self.received_bytes += self._batch.body_bytes
+            if arrived == checksum:
+                self._ok[page] = 1
+                if page in self._landing.offsets:
+                    self._landing.checksums[page] = checksum
+                plan.arrived(ask, page)
+            else:
+                plan.missed(ask, page, "checksum_remote", blame=True)
+
+    def _bodies(self, pages: Sequence[int]) -> Generator[list[memoryview] | int, None, None]:
+        """As `EngineMemory.receiving`; pages with a place in the segment go through it."""
+        batch, landing = self._batch, self._landing
+        for through_segment, group in itertools.groupby(pages, key=lambda page: page in landing.offsets):
+            members = list(group)
+            if not through_segment:
+                places, seeds = [batch.addresses(page) for page in members], [batch.seed(page) for page in members]
+                yield from self._memory.receiving(places, batch.layout, seeds)
+                continue
+            for page in members:
+                offset = landing.offsets[page]
+                body = landing.segment.view[offset : offset + batch.body_bytes]
+                yield [body]
+                at = landing.segment.address + offset
+                yield self._memory.load(body, at, batch.addresses(page), batch.layout, batch.seed(page))
+
+    # ------------------------------------------------------------------ ends
+
+    def _end_stream(self, stream: _Stream, *, keep: bool) -> None:
+        fd = stream.fileno()
+        if self._streams.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+        stream.reading.close()
+        if keep:
+            self._peers.keep(stream.connection)
+        else:
+            stream.connection.close()
+
+    def _give_up(self, ask: Ask, ready: set[int]) -> None:
+        """Its time is over. `ready`: on these descriptors something waits to be read, which is not the node's fault."""
+        for attempt, waiting in list(self._connecting.items()):
+            if waiting is ask:
+                del self._connecting[attempt]
+                self._peers.abandon(attempt)
+                self._blame_ask(ask, "peer_down", at_fault=time.monotonic() - ask.asked_at >= BLAME_AFTER_S)
+                return
+        for fd, stream in list(self._streams.items()):
+            if stream.ask is ask:
+                self._end_stream(stream, keep=False)
+                now = time.monotonic()
+                # One that goes on sending is slow. Where it has given something whole, that is no reason to leave it alone.
+                slow = fd in ready or (stream.received > 0 and now - stream.last_at < BLAME_AFTER_S)
+                forgiven = slow and (ask.arrived or now < self._plan.deadline - LEAST_S)
+                self._blame(stream, "deadline", at_fault=not forgiven and now - stream.began >= BLAME_AFTER_S)
+                return
+
+    def _broke(self, stream: _Stream, reason: str) -> None:
+        """The connection has ended. On an old one that had not said anything yet, this was only now to be seen."""
+        if stream.reused and not stream.received:
+            self._peers.undecided(stream.ask.peer)
+            self._plan.again(stream.ask)
+        else:
+            self._blame(stream, reason, at_fault=True)
+
+    def _blame(self, stream: _Stream, reason: str, *, at_fault: bool) -> None:
+        self._blame_ask(stream.ask, reason, at_fault=at_fault)
+
+    def _blame_ask(self, ask: Ask, reason: str, *, at_fault: bool) -> None:
+        if at_fault:
+            self._peers.failed(ask.peer)
+        else:
+            self._peers.undecided(ask.peer)
+        self._plan.ended(ask, reason, blame=at_fault, stay=not at_fault)
+
+
+def _at_once(sock: socket.socket, views: list[memoryview]) -> int:
+    """What is there, up to all of it. Raises BlockingIOError when nothing is; 0 is the end."""
+    if len(views) == 1:
+        return sock.recv_into(views[0], 0, socket.MSG_DONTWAIT)
+    return sock.recvmsg_into(views, 0, socket.MSG_DONTWAIT)[0]
