@@ -401,7 +401,7 @@ def test_a_wildcard_is_never_advertised(
 ) -> None:
     """P111."""
     master = start_master()
-    wide = start_node("wide", "1MiB", (master.address,), ("--listen", "0.0.0.0:0"))
+    wide = start_node("wide", "1MiB", (master.address,), ("--listen", "0.0.0.0:0", "--allow-unauthenticated"))
     rank = FakeRank(wide.settings())
     host, _, port = str(report_of(rank)["data"]).rpartition(":")
     assert host not in ("0.0.0.0", "::", "")
