@@ -1,0 +1,350 @@
+"""A whole simulated cluster, drawn from a seed, and what must hold of it after every event and at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.node.store import Store
+
+from .faults import Faults, Plan
+from .master import SimMaster
+from .mover import Outcome
+from .network import Listener, Network
+from .node import NodeOptions, SimNode
+from .pages import Ledger, Pool, page_hash
+from .rank import Rank, Workload
+from .world import Violation, World
+
+GRANULE = 4096
+LONGEST_SEND_S = 12.0
+"""A node lets go of a reader after ten seconds."""
+MAX_CHECKED = 16
+"""Chains that each node is asked for at the end."""
+SETTLE_S = 240.0
+"""Longer than anything that heals by itself takes: a node that fell sick often is out for a minute."""
+
+
+@dataclass
+class Options:
+    """What may be set for a run besides its seed; what is None is drawn from it."""
+
+    trouble_s: float | None = None
+    nodes: int | None = None
+    masters: int | None = None
+    shards: int | None = None
+    ranks: int | None = None
+    capacity: int | None = None
+    """Pages of 4 KiB a node."""
+    heartbeat_s: float = 0.5
+    ttl_s: float = 2.0
+    forget_s: float = 10.0
+    plan: Plan | None = None
+    workload: dict[str, Any] = field(default_factory=dict)
+    node: dict[str, Any] = field(default_factory=dict)
+    network: dict[str, Any] = field(default_factory=dict)
+    validate_share: float = 0.1
+    """Of all events after which the state machine that took them checks itself whole."""
+    store: Callable[[dict[str, Any]], Store] = lambda options: Store(**options)
+    sabotage: Callable[[Cluster], None] | None = None
+    """Breaks something on purpose, once the cluster is made: the run must fail."""
+
+
+@dataclass
+class Result:
+    """What came of a run that held."""
+
+    seed: int
+    trace_hash: str
+    events: int
+    virtual_s: float
+    figures: dict[str, int]
+
+
+class Cluster:
+    """Masters, nodes and ranks on hosts of one network."""
+
+    def __init__(self, world: World, options: Options) -> None:
+        self.world = world
+        self.options = options
+        rng = world.rng
+        lossy = rng.random() < 0.3
+        self.network = Network(world, **({"loss": 0.01 if lossy else 0.0, "repeat": 0.01 if lossy else 0.0} | options.network))
+        shards = options.shards or rng.choice([1, 1, 2, 3])
+        replicas = options.masters or rng.choice([1, 2, 2, 3])
+        self.shards = shards
+        self.ledger = Ledger(world)
+        self.masters: list[SimMaster] = []
+        self._by_address: dict[str, SimMaster] = {}
+        for shard in range(shards):
+            for replica in range(replicas):
+                address = f"m{shard}{replica}:50051"
+                master_options = {
+                    "heartbeat_s": options.heartbeat_s,
+                    "ttl_s": options.ttl_s,
+                    "forget_s": options.forget_s,
+                    "shard": (shard, shards),
+                }
+                master = SimMaster(world, self.network, address, address[:3], master_options, options.validate_share)
+                self.masters.append(master)
+                self._by_address[address] = master
+        pools = [Pool(b"model-a kv      ", b"model-a group   ", 160), Pool(b"model-a index   ", b"model-a group   ", 64)]
+        pools += [Pool(b"model-b kv      ", b"model-b group   ", 96), Pool(b"model-c kv      ", b"model-c group   ", 5000)]
+        self.pools = pools[: rng.choice([1, 2, 3, 4])]
+        count = options.nodes or rng.randrange(2, 6)
+        drawn: dict[str, Any] = {
+            "pin_seconds": rng.choice([0.05, 1.0, 30.0]),
+            "step_s": rng.choice([0.0002, 0.001, 0.01]),
+            "validate_share": options.validate_share,
+            "store": options.store,
+        }
+        node_options = NodeOptions(**(drawn | options.node))
+        addresses = list(self._by_address)
+        self.nodes = [
+            SimNode(
+                world,
+                self.network,
+                f"n{i}",
+                f"h{i}",
+                (options.capacity or rng.choice([12, 24, 60])) * GRANULE,
+                addresses,
+                self.find_master,
+                self.find_peer,
+                node_options,
+            )
+            for i in range(count)
+        ]
+        workload: dict[str, Any] = {
+            "pools": self.pools,
+            "chains": rng.choice([3, 8, 20]),
+            "pages": rng.choice([1, 4, 8]),
+            "think_s": rng.choice([0.02, 0.1, 0.3]),
+            "step_s": rng.choice([0.0001, 0.001, 0.005]),
+        }
+        self.workload = Workload(**(workload | options.workload))
+        for master in self.masters:
+            master.start()
+        for node in self.nodes:
+            node.start()
+        self.ranks = [
+            Rank(
+                world,
+                self.network,
+                f"{node.name}.{r}",
+                node.host,
+                self._finder(node),
+                self.find_peer,
+                self.workload,
+                self.ledger,
+            )
+            for node in self.nodes
+            for r in range(options.ranks or rng.randrange(1, 3))
+        ]
+        self.faults: Faults | None = None
+        world.after_event.append(self.check_bounds)
+
+    @property
+    def hosts(self) -> list[str]:
+        return [*(node.host for node in self.nodes), *(master.host for master in self.masters)]
+
+    @staticmethod
+    def _finder(node: SimNode) -> Callable[[], Listener | None]:
+        return lambda: node.unix if node.alive else None
+
+    def find_master(self, address: str) -> tuple[str, Listener | None]:
+        master = self._by_address[address]
+        return master.host, master.listener if master.alive else None
+
+    def find_peer(self, peer: p.Peer) -> tuple[str, Listener | None]:
+        for node in self.nodes:
+            if (node.address, node.port) == (peer.host, peer.port):
+                return node.host, node.data if node.alive else None
+        raise Violation(f"nobody ever had the address {peer.host}:{peer.port}")
+
+    # ------------------------------------------------------------------ what must hold
+
+    def check_bounds(self) -> None:
+        """After every event: what must not grow has not grown."""
+        if self.world.events % 64:
+            return
+        for node in self.nodes:
+            if not node.alive:
+                continue
+            ranks = sum(rank.host == node.host for rank in self.ranks)
+            store = node.store
+            # A rank's connections, those of a few movers that were just killed, and readers of other nodes.
+            if len(node.connections) > 8 * ranks + 8:
+                raise Violation(f"{node.name} has {len(node.connections)} connections of {ranks} ranks")
+            if len(store._reservations) > 8 * ranks + 16:
+                raise Violation(f"{node.name} holds {len(store._reservations)} reservations for {ranks} ranks")
+            if store.pinned_bytes > store.allocator.used:
+                raise Violation(f"{node.name}: more is pinned than there is")
+            for asker in node.link._askers.values():
+                if asker.waiting > 200:
+                    raise Violation(f"{node.name}: {asker.waiting} lookups wait for {asker.master}")
+
+    def differences(self) -> list[str]:
+        """Where a master's view is not what the nodes hold."""
+        found = []
+        for master in self.masters:
+            shard, shards = master.options["shard"]
+            for node in self.nodes:
+                member = master.core.membership.get(node.name, node.incarnation)
+                state = member.state if member is not None else "unknown"
+                if state != "active":
+                    found.append(f"{master.address} says that {node.name} is {state}")
+            for pool in self.pools:
+                for of in self.hashes():
+                    if p.shard_of(of, shards) != shard:
+                        continue
+                    known = {name for name, _ in master.core.holders(pool.namespace, of)}
+                    held = {node.name for node in self.nodes if self.holds(node, pool, of)}
+                    if known != held:
+                        found.append(f"{master.address}: {of[:4].hex()} is on {sorted(held)}, not on {sorted(known)}")
+            if master.core.warming:
+                found.append(f"{master.address} is warming")
+        for node in self.nodes:
+            for view in node.link.core.view().masters:
+                if not view.answers(self.world.now):
+                    found.append(f"{node.name} is {view.state} at {view.master}")
+        return found
+
+    def hashes(self) -> list[bytes]:
+        load = self.workload
+        return [page_hash(chain, index) for chain in range(load.chains) for index in range(load.pages)]
+
+    @staticmethod
+    def holds(node: SimNode, pool: Pool, of: bytes) -> bool:
+        return of in node.store._index.get(pool.namespace, ())
+
+    def settle(self, limit_s: float = SETTLE_S) -> float:
+        """Let time pass until every master knows what every node holds; returns how long it took."""
+        began = self.world.now
+        while found := self.differences():
+            if self.world.now - began > limit_s:
+                raise Violation(f"after {limit_s:g} s of peace: {'; '.join(found[:5])} ({len(found)} differences)")
+            self.world.run_for(0.5)
+        return self.world.now - began
+
+    def check_idle(self) -> None:
+        """Nobody is there any more: nothing is held for anybody."""
+        for node in self.nodes:
+            store = node.store
+            node.core.validate()
+            held = {
+                "pins": len(store._pins),
+                "pinned bytes": store.pinned_bytes,
+                "reservations": len(store._reservations),
+                "claims": len(store._claims),
+                "connections": len(node.connections),
+                "readers": len(node.readers),
+                "transactions": len(node.core._writing),
+                "waiting": len(node._waiting),
+            }
+            left = {what: count for what, count in held.items() if count}
+            if left:
+                raise Violation(f"{node.name} keeps {left} for nobody")
+            node.link.core.validate()
+        for master in self.masters:
+            master.core.validate()
+            if len(master._senders) > 4 * len(self.nodes) * (1 + len(self.masters)):
+                raise Violation(f"{master.address} has {len(master._senders)} connections of {len(self.nodes)} nodes")
+
+    def check_lookups(self) -> None:
+        """In peace every node finds and loads what any node holds."""
+        for node in self.nodes:
+            rank = next(rank for rank in self.ranks if rank.host == node.host)
+            rank.revive()
+            chains = [(pool, chain) for pool in self.pools for chain in range(self.workload.chains)]
+            for pool, chain in self.world.rng.sample(chains, min(len(chains), MAX_CHECKED)):
+                self._check_chain(node, rank, pool, chain)
+            rank.stop()
+        self.world.run_for(1.0)
+
+    def _check_chain(self, node: SimNode, rank: Rank, pool: Pool, chain: int) -> None:
+        hashes = rank.chain(chain)
+        expected = 0
+        while expected < len(hashes) and any(self.holds(other, pool, hashes[expected]) for other in self.nodes):
+            expected += 1
+        answers: list[p.Message | None] = []
+        rank.ask(p.Exists([pool.namespace], b"".join(hashes)), answers.append)
+        self._run_until(lambda: bool(answers))
+        runs = [answer.runs for answer in answers if isinstance(answer, p.Found)]
+        if runs != [[expected]]:
+            raise Violation(f"{node.name} finds {runs} of chain {chain}, of which {expected} pages are there")
+        if not expected:
+            return
+        outcomes: list[Outcome | None] = []
+        rank.load(pool, chain, expected, outcomes.append, shared=False)
+        self._run_until(lambda: bool(outcomes))
+        outcome = outcomes[0] if outcomes else None
+        if outcome is None or outcome.ok.count(1) != expected:
+            reasons: Counter[str] = outcome.reasons if outcome is not None else Counter()
+            got = outcome.ok.hex() if outcome is not None else "nothing"
+            raise Violation(f"{node.name} loads {got} of {expected} pages that are there: {dict(reasons)}")
+
+    def _run_until(self, done: Callable[[], bool]) -> None:
+        until = self.world.now + 2 * self.workload.deadline_s
+        while not done() and self.world.now < until:
+            self.world.run_for(0.02)
+
+    def check_clear(self) -> None:
+        """What was cleared everywhere is nowhere."""
+        pool = self.pools[0]
+        rank = self.ranks[0]
+        rank.revive()
+        rank.clear(pool)
+        self.world.run_for(5.0)
+        rank.stop()
+        for node in self.nodes:
+            if pool.namespace in node.store._index:
+                raise Violation(f"{node.name} still has pages of a namespace that was cleared")
+
+    def figures(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for rank in self.ranks:
+            total.update(vars(rank.counters))
+        total["checked"] = self.ledger.checked
+        for node in self.nodes:
+            stats = node.store.stats
+            total["evicted"] += stats.evicted
+            total["expired_pins"] += stats.expired_pins
+            counts = node.core.spilling.counts
+            total["spilled"] += counts.spilled
+            total["handed_over"] += counts.handed_over
+            total["replicated"] += node.core.replicated
+            total["taken"] += node.core.taken
+            total["snapshots"] += node.link.core.counters["snapshots"]
+        return dict(total)
+
+
+def run(seed: int, options: Options | None = None, trace: Callable[[str], None] | None = None) -> Result:
+    """One run. Raises Violation, or whatever a state machine raised, when something that must hold did not."""
+    options = options or Options()
+    world = World(seed, trace)
+    cluster = Cluster(world, options)
+    if options.sabotage is not None:
+        options.sabotage(cluster)
+    began = world.now
+    world.run_for(1.0)
+    trouble_s = options.trouble_s if options.trouble_s is not None else world.rng.choice([5.0, 10.0, 20.0])
+    plan = options.plan or Plan(every_s=world.rng.choice([0.3, 1.0, 3.0]))
+    faults = Faults(cluster, plan)
+    world.run_for(trouble_s)
+    world.note("peace")
+    faults.stop()
+    world.run_for(1.0)
+    for rank in cluster.ranks:
+        rank.stop()
+    world.run_for(max(5.0, 2 * options.ttl_s))
+    took = cluster.settle()
+    world.note(f"settled after {took:.1f} s")
+    world.run_for(LONGEST_SEND_S + max(node.options.pin_seconds for node in cluster.nodes))
+    cluster.check_idle()
+    cluster.check_lookups()
+    cluster.check_clear()
+    cluster.settle()
+    return Result(seed, world.trace_hash, world.events, world.now - began, cluster.figures())

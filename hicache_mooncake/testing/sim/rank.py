@@ -1,0 +1,308 @@
+"""An engine rank of the simulated cluster: it looks pages up, loads and stores them, gives up, clears and dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hicache_mooncake import protocol as p
+
+from .mover import Job, Mover, Outcome
+from .network import Listener, Network, Stream
+from .pages import HostPage, Ledger, Pool, page_hash
+from .world import Process, Violation, World, short
+
+MOVER_SHARE, RANK_SHARE = 0.7, 0.9
+"""Of a call's time: when the mover stops by itself, and when the rank kills it."""
+LATE_S = 0.11
+"""A mover's last words to its node may take so long past its time."""
+
+
+@dataclass
+class Workload:
+    """What the ranks of a run do."""
+
+    pools: list[Pool]
+    chains: int
+    pages: int
+    deadline_s: float = 2.0
+    think_s: float = 0.05
+    step_s: float = 0.0005
+    abort: float = 0.02
+    die: float = 0.005
+    clear: float = 0.005
+    shared: float = 0.3
+    check_checksums: bool = True
+
+
+@dataclass
+class Call:
+    """A load or store under way: the pages that the engine has lent to it."""
+
+    job: Job
+    chain: int
+    places: list[HostPage]
+    began: float
+    mover: Mover
+    over: bool = False
+
+
+@dataclass
+class Counters:
+    stores: int = 0
+    loads: int = 0
+    loaded: int = 0
+    stored: int = 0
+    lookups: int = 0
+    found: int = 0
+    fenced: int = 0
+    fenced_without_cause: int = 0
+
+
+class Rank:
+    """One rank: a query connection to its node, a load mover and a store mover."""
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        name: str,
+        host: str,
+        find_node: Callable[[], Listener | None],
+        find_peer: Callable[[p.Peer], tuple[str, Listener | None]],
+        workload: Workload,
+        ledger: Ledger,
+    ) -> None:
+        self.world, self.network = world, network
+        self.name, self.host = name, host
+        self.find_node, self.find_peer = find_node, find_peer
+        self.workload = workload
+        self.ledger = ledger
+        self.counters = Counters()
+        self.running = True
+        self.process = Process(world, f"rank {name}")
+        self.movers: dict[str, Mover] = {}
+        self.calls: dict[str, Call] = {}
+        self._query: Stream | None = None
+        self._asked: Callable[[p.Message | None], None] | None = None
+        self._lives = 0
+        self._act_later()
+
+    # ------------------------------------------------------------------ what it does
+
+    def _act_later(self) -> None:
+        self.process.later(self.world.rng.expovariate(1 / self.workload.think_s), self._act)
+
+    def _act(self) -> None:
+        if not self.running:
+            return
+        rng, load = self.world.rng, self.workload
+        dice = rng.random()
+        if dice < load.die:
+            self.die()
+            return
+        if dice < load.die + load.clear:
+            self.clear(rng.choice(load.pools))
+        elif dice < 0.5:
+            self.store(rng.choice(load.pools), rng.randrange(load.chains))
+        else:
+            self.look_and_load(rng.choice(load.pools), rng.randrange(load.chains))
+        self._act_later()
+
+    def chain(self, chain: int) -> list[bytes]:
+        return [page_hash(chain, index) for index in range(self.workload.pages)]
+
+    def store(self, pool: Pool, chain: int, done: Callable[[Outcome | None], None] | None = None) -> None:
+        """Back a chain, or a prefix of it, up. `done` gets the outcome, None where there was none."""
+        if "store" in self.calls:
+            return
+        hashes = self.chain(chain)
+        if done is None:
+            hashes = hashes[: self.world.rng.randrange(1, len(hashes) + 1)]
+        places = []
+        for of in hashes:
+            place = HostPage(pool.length)
+            place.data[:] = self.ledger.write(pool, of)
+            places.append(place)
+        self.counters.stores += 1
+        job = Job("store", pool, hashes, places, 0.0)
+        self._call(job, chain, done)
+
+    def look_and_load(self, pool: Pool, chain: int) -> None:
+        hashes = self.chain(chain)
+
+        def answered(answer: p.Message | None) -> None:
+            if not isinstance(answer, p.Found):
+                return
+            if len(answer.runs) != 1 or not 0 <= answer.runs[0] <= len(hashes):
+                raise Violation(f"{self.name}: Found {answer.runs} of {len(hashes)} pages")
+            self.counters.lookups += 1
+            self.counters.found += answer.runs[0]
+            if answer.runs[0]:
+                self.load(pool, chain, answer.runs[0])
+
+        self.ask(p.Exists([pool.namespace], b"".join(hashes), [], self.workload.deadline_s / 2), answered)
+
+    def load(
+        self,
+        pool: Pool,
+        chain: int,
+        count: int,
+        done: Callable[[Outcome | None], None] | None = None,
+        shared: bool | None = None,
+    ) -> None:
+        if "load" in self.calls:
+            return
+        hashes = self.chain(chain)[:count]
+        places = [HostPage(pool.length) for _ in hashes]
+        self.counters.loads += 1
+        if shared is None:
+            shared = self.world.chance(self.workload.shared)
+        self._call(Job("load", pool, hashes, places, 0.0, shared, self.world.chance(0.5)), chain, done)
+
+    def clear(self, pool: Pool) -> None:
+        self.ask(p.Clear(pool.namespace), lambda answer: None)
+
+    # ------------------------------------------------------------------ calls
+
+    def _call(self, job: Job, chain: int, done: Callable[[Outcome | None], None] | None) -> None:
+        mover = self.movers.get(job.op)
+        if mover is None or not mover.process.alive:
+            self._lives += 1
+            mover = self.movers[job.op] = Mover(
+                self.world,
+                self.network,
+                f"{self.name}.{job.op}.{self._lives}",
+                job.op,
+                self.host,
+                self.find_node,
+                self.find_peer,
+                step_s=self.workload.step_s,
+                check_checksums=self.workload.check_checksums,
+            )
+        job.budget_s = self.workload.deadline_s * MOVER_SHARE
+        call = Call(job, chain, job.places, self.world.now, mover)
+        self.calls[job.op] = call
+        self.process.later(self.workload.deadline_s * RANK_SHARE, self._fence, call, done)
+        if self.world.chance(self.workload.abort) and done is None:
+            self.process.later(self.world.rng.uniform(0, 0.05), self._abort, call)
+
+        def finished(outcome: Outcome) -> None:
+            self.process.call(self._finished, call, outcome, done)
+
+        mover.process.call(mover.run, job, finished)
+
+    def _return(self, call: Call) -> None:
+        """The call is over: the engine has its pages back."""
+        call.over = True
+        del self.calls[call.job.op]
+        for place in call.places:
+            place.lent = False
+
+    def _finished(self, call: Call, outcome: Outcome, done: Callable[[Outcome | None], None] | None) -> None:
+        if call.over:
+            return
+        self._return(call)
+        took = self.world.now - call.began
+        self.world.note(f"rank {self.name} {call.job.op} ok={outcome.ok.hex()} {dict(sorted(outcome.reasons.items()))}")
+        if took > self.workload.deadline_s * MOVER_SHARE + LATE_S and not call.mover.frozen:
+            raise Violation(f"{self.name}: a {call.job.op} took {took:.3f} s of {self.workload.deadline_s:g} s")
+        if sum(outcome.reasons.values()) != outcome.ok.count(0):
+            raise Violation(f"{self.name}: {outcome.ok.count(0)} misses, and reasons {dict(outcome.reasons)}")
+        if call.job.op == "load":
+            for i, whole in enumerate(outcome.ok):
+                if whole:
+                    self.ledger.check(call.job.pool, call.job.hashes[i], call.places[i].data, self.name)
+            self.counters.loaded += outcome.ok.count(1)
+        else:
+            self.counters.stored += outcome.ok.count(1)
+        if done is not None:
+            done(outcome)
+
+    def _fence(self, call: Call, done: Callable[[Outcome | None], None] | None) -> None:
+        """Time is up: the mover is killed, and only then the pages are the engine's again."""
+        if call.over:
+            return
+        self.counters.fenced += 1
+        if not call.mover.frozen:
+            raise Violation(f"{self.name}: a {call.job.op} had to be fenced, and nothing was frozen")
+        call.mover.process.end()
+        self._return(call)
+        if done is not None:
+            done(None)
+
+    def _abort(self, call: Call) -> None:
+        """The request was given up: the same fence, earlier."""
+        if not call.over:
+            self.world.note(f"rank {self.name} aborts its {call.job.op}")
+            call.mover.process.end()
+            self._return(call)
+
+    def ask(self, message: p.Message, done: Callable[[p.Message | None], None]) -> None:
+        """A question to the node on the rank's own connection, one at a time; no answer within the deadline is None."""
+        if self._asked is not None:
+            return
+
+        def answered(answer: p.Message | None) -> None:
+            if self._asked is answered:
+                self._asked = None
+                if answer is None and self._query is not None:
+                    self._query.close()
+                    self._query = None
+                if answer is not None:
+                    self.world.note(f"rank {self.name} <- {short(answer)}")
+                done(answer)
+
+        self._asked = answered
+        self.process.later(self.workload.deadline_s, answered, None)
+        if self._query is not None and self._query.open:
+            self._query.send(message)
+            return
+
+        def connected(stream: Stream | None) -> None:
+            if stream is None or self._asked is not answered:
+                if stream is not None:
+                    stream.close()
+                answered(None)
+                return
+            self._query = stream
+            stream.received = self._answer
+            stream.closed = lambda: self._answer(None)
+            stream.send(p.Hello(p.PROTOCOL_MIN, p.PROTOCOL_MAX, "query", self.name))
+            stream.send(message)
+
+        self.network.connect(self.process, self.host, self.host, self.find_node(), connected)
+
+    def _answer(self, answer: p.Message | tuple[object, ...] | None) -> None:
+        if isinstance(answer, tuple):
+            return  # welcome
+        if answer is None:
+            self._query = None
+        if self._asked is not None:
+            self._asked(answer)
+
+    # ------------------------------------------------------------------ its end
+
+    def die(self) -> None:
+        """kill -9 of the engine: its movers end with it. Another one takes its place a little later."""
+        self.stop()
+        self.process = Process(self.world, f"rank {self.name}")
+        self.running = True
+        self.process.later(self.world.rng.uniform(0.05, 1.0), self._act)
+
+    def revive(self) -> None:
+        """A rank that does only what it is told."""
+        self.stop()
+        self.process = Process(self.world, f"rank {self.name}")
+
+    def stop(self) -> None:
+        self.running = False
+        for call in list(self.calls.values()):
+            call.mover.process.end()
+            self._return(call)
+        for mover in self.movers.values():
+            mover.process.end()
+        self.movers.clear()
+        self._query = None
+        self._asked = None
+        self.process.end()
