@@ -22,6 +22,7 @@ from hicache_mooncake.cli import doctor
 from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, human_bytes, rate
 from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.wire import Wire, WireClosed
+from tests.etcd import etcd_server, needs_etcd
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = {name: value for name, value in os.environ.items() if not re.match(r"(HICACHE_|SGLANG_HICACHE_)?MOONCAKE_", name)}
@@ -129,7 +130,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_help_names_every_command() -> None:
     shown = run("--help").stdout
-    assert all(re.search(rf"\b{name}\b", shown) for name in ("demo", "node", "master", "status", "doctor"))
+    assert all(re.search(rf"\b{name}\b", shown) for name in ("demo", "keygen", "node", "master", "status", "doctor"))
     assert run("--version").stdout.startswith("hicache-mooncake ")
 
 
@@ -162,6 +163,15 @@ def test_a_node_without_memory_is_refused() -> None:
         (["--listen", "h:1", "--metrics", "x"], "port is missing"),
         (["--heartbeat-s", "5", "--ttl-s", "5"], "at least twice"),
         (["--log-level", "loud"], "choose one of debug"),
+        (["--shard", "4/4"], "counted from 0"),
+        (["--shard", "1"], "NUMBER/SHARDS"),
+        (["--shard", "0/0"], "NUMBER/SHARDS"),
+        (["--shard", "-1/4"], "NUMBER/SHARDS"),
+        (["--max-bytes", "lots"], "a size is"),
+        (["--advertise", "0.0.0.0:50051"], "cannot connect to a wildcard"),
+        (["--cluster", "prod"], "give --etcd as well"),
+        (["--etcd", "http://127.0.0.1:1", "--cluster", "a/b"], "letters, digits"),
+        (["--key-file", "/nowhere/key"], "keygen"),
     ],
 )
 def test_a_wrong_master_is_refused(options: list[str], words: str) -> None:
@@ -218,6 +228,66 @@ def test_status_of_one_shows_although_the_other_is_down(tmp_path: Path) -> None:
     assert "none.sock" in done.stderr
 
 
+def cluster(*nodes: protocol.NodeInfo, **kind: object) -> Callable[[bytes], bytes]:
+    report = protocol.ClusterReport(b"m", protocol.PROTOCOL_MAX, list(nodes), keys=1980)
+    for name, value in kind.items():
+        setattr(report, name, value)
+    return lambda _: protocol.encode(report)
+
+
+def test_status_asks_every_master_and_tells_them_and_the_nodes_apart() -> None:
+    nodes = [info("n1", "sick"), info("n2", "draining"), info("n3", "joining")]
+    for node, host in zip(nodes, ("host-a", "host-a", "host-b"), strict=True):
+        node.host_id = host
+    leader = cluster(*nodes, shard=0, shards=2, role="leader")
+    other = cluster(*nodes, shard=1, shards=2, role="follower", warming=True)
+    with scripted_master(leader) as first, scripted_master(other) as second:
+        done = run("status", "--master", f"{first},{second}")
+        told = json.loads(run("status", "--json", "--master", f"{first},{second}").stdout)["masters"]
+    assert done.returncode == 0, done.stderr
+    for words in ("shard 0/2, leader", "shard 1/2, follower, warming", "sick", "draining", "joining", "host-a", "2 hosts"):
+        assert words in done.stdout
+    assert [told[address]["shard"] for address in (first, second)] == [0, 1]
+    assert told[second]["warming"] is True
+    assert told[second]["role"] == "follower"
+    assert [node["host_id"] for node in told[first]["nodes"]] == ["host-a", "host-a", "host-b"]
+
+
+def test_status_says_when_masters_do_not_divide_the_keys_alike() -> None:
+    with scripted_master(cluster(shards=2)) as first, scripted_master(cluster(shards=4)) as second:
+        done = run("status", "--master", f"{first},{second}")
+    assert done.returncode == 1
+    assert f"disagree about the number of shards ({first} 2, {second} 4)" in done.stderr
+
+
+def test_status_of_a_master_of_another_host_needs_no_permission_since_it_starts_no_node() -> None:
+    done = run("status", "--master", "192.0.2.1:1")  # an address that nobody has
+    assert done.returncode == 1
+    assert "no master answers on 192.0.2.1:1" in done.stderr
+
+
+@needs_etcd
+def test_status_and_doctor_find_masters_through_etcd(tmp_path: Path, settings: Settings) -> None:
+    import etcd3gw
+
+    with etcd_server(tmp_path) as etcd, scripted_master(report_of(info("n1"))) as master:
+        url = f"etcd://{etcd.address}/prod"
+        (check,) = doctor.masters(replace(settings, masters=(url,)))
+        assert check.status == "fail"
+        assert "names no master" in check.found
+        etcd3gw.client(host="127.0.0.1", port=etcd.port).put("/hicache-mooncake/prod/masters/0/ab", master)
+        done = run("status", "--master", url)
+        assert done.returncode == 0, done.stderr
+        assert f"as {master} sees it" in done.stdout
+        (check,) = doctor.masters(replace(settings, masters=(url,)))
+        assert (check.name, check.status) == (f"master {master}", "ok")
+        etcd.kill()
+        done = run("status", "--master", url)
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert "no etcd server answers" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
@@ -269,7 +339,7 @@ def test_doctor_runs_here_and_answers_in_json(tmp_path: Path) -> None:
     checks = {check["name"]: check for check in shown["checks"]}
     assert {check["status"] for check in checks.values()} <= {"ok", "warn", "fail", "skipped"}
     assert {"configuration", "versions", "plugin", "page copies", "process_vm_readv", "memfd_create", "memory", "huge pages",
-            "/dev/shm", "locked memory", "RDMA", "node", "master", "canary page"} <= set(checks)  # fmt: skip
+            "/dev/shm", "locked memory", "RDMA", "node", "cluster key", "master", "canary page"} <= set(checks)  # fmt: skip
     assert checks["memfd_create"]["status"] == "ok"
     assert shown["configuration"]["dram_bytes"] == {"value": 64 << 20, "source": "HICACHE_MOONCAKE_DRAM"}
     assert "verbs transport" in shown["notices"][0]
@@ -318,6 +388,18 @@ def test_doctor_asks_each_master(settings: Settings) -> None:
     assert [check.status for check in checks] == ["ok", "fail"]
     assert "1 of 2 nodes active, 1,980 keys" in checks[0].found
     assert "hicache-mooncake master" in checks[1].advice
+
+
+def test_doctor_tells_what_is_the_matter_with_a_cluster() -> None:
+    with scripted_master(cluster(info("n1"), info("n2", "sick"), shard=1, shards=2)) as address:
+        check = doctor.master(address)
+    assert check.status == "warn"
+    assert "1 of 2 nodes active" in check.found
+    assert "shard 1/2; others cannot read from n2" in check.found
+    with scripted_master(cluster(info("n1"), warming=True)) as address:
+        check = doctor.master(address)
+    assert check.status == "warn"
+    assert "warming" in check.found
 
 
 def test_doctor_tells_a_master_of_something_else_that_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,4 +498,7 @@ def test_the_units_start_commands_that_exist(unit: str) -> None:
     shown = run(command, "--help").stdout
     assert all(word in shown for word in words if word.startswith("--"))
     assert "Restart=always" in text
+    if unit == "node":
+        stop_s = float(re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)[0])
+        assert stop_s >= Settings().drain_s + 5, "systemd must not kill a node that hands its pages over"
     assert "LimitMEMLOCK=" in text

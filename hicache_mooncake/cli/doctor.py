@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import cast
 
 from hicache_mooncake import __version__, protocol
-from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, human_bytes
+from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, find_masters, human_bytes
 from hicache_mooncake.config import ConfigError, Settings, available_memory_bytes, load_settings, split_address
 from hicache_mooncake.config_table import PLUGIN_ENV, SETTINGS
 from hicache_mooncake.config_values import display
@@ -346,7 +346,12 @@ def masters(settings: Settings) -> list[Check]:
         cluster_key = load_key(settings.key_file)
     except SecurityError:
         return [Check("master", SKIPPED, "not asked: the key cannot be used")]
-    return [master(address, cluster_key) for address in settings.masters]
+    try:
+        addresses = find_masters(settings.masters)
+    except Unreachable as error:
+        advice = "start etcd and `hicache-mooncake master --etcd`, and check address and cluster name"
+        return [Check("masters in etcd", FAIL, str(error), advice)]
+    return [master(address, cluster_key) for address in addresses]
 
 
 def key(settings: Settings) -> Check:

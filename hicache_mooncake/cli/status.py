@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ import msgspec
 
 from hicache_mooncake import protocol
 from hicache_mooncake.config import join_address, split_address
+from hicache_mooncake.config_values import is_etcd
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -102,6 +104,38 @@ def ask_master(address: str, timeout_s: float = TIMEOUT_S, key: ClusterKey | Non
     if not isinstance(report, protocol.ClusterReport):
         raise Unreachable(f"the master on {address} gives no report: {_reason(report)}")
     return report
+
+
+class _Kept(logging.Handler):
+    """Keeps what is logged, for a message of our own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def find_masters(masters: Sequence[str]) -> list[str]:
+    """Addresses of these masters, with those that etcd knows where it is named. Raises Unreachable."""
+    found: list[str] = []
+    for master in masters:
+        if not is_etcd(master):
+            found.append(master)
+            continue
+        from hicache_mooncake.discovery import Discovery
+
+        kept, log = _Kept(), logging.Logger("discovery")
+        log.addHandler(kept)
+        before = len(found)
+        try:
+            Discovery(master, found.extend, log).poll()
+        except ValueError as error:
+            raise Unreachable(str(error)) from None
+        if len(found) == before:
+            raise Unreachable(f"{master} names no master: {'; '.join(kept.lines) or 'nothing is there'}")
+    return found
 
 
 def _reason(message: protocol.Message) -> str:
@@ -222,7 +256,12 @@ def run_status(socket_path: str | None, masters: Sequence[str], *, key: ClusterK
             problems.append(str(error))
     answers: dict[str, object] = {}
     reports: dict[str, protocol.ClusterReport] = {}
-    for address in masters:
+    try:
+        addresses = find_masters(masters)
+    except Unreachable as error:
+        addresses = []
+        problems.append(str(error))
+    for address in addresses:
         try:
             cluster = reports[address] = ask_master(address, key=key)
             answers[address] = {

@@ -208,7 +208,10 @@ class PeerConnection:
         mine, requester = security.new_nonce(), requester[:_MAX_REQUESTER]
         self._bound(deadline)
         send_message(self.sock, p.Prove(p.PROTOCOL_MAX, requester, mine))
-        answer = receive_message(self.sock, _proof_decoder, deadline, _MAX_STRANGER_BYTES)
+        try:
+            answer = receive_message(self.sock, _proof_decoder, deadline, _MAX_STRANGER_BYTES)
+        except ConnectionError as error:
+            raise ConnectionError(f"node {self.peer.node} broke off instead of proving itself (has it a key_file?)") from error
         if isinstance(answer, p.Refused):
             raise p.ProtocolError(f"node {self.peer.node} refused: {answer.reason}")
         said = (mine, answer.nonce, requester, self.peer.node)
