@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from hicache_mooncake.security import Doorkeeper, SecurityError, secure_server
 
 from .core import MasterCore
 from .election import LEADER, Election, ElectionError
-from .membership import STATES, is_loopback, is_wildcard
+from .membership import is_loopback, is_wildcard
 from .shard import make_shard
 
 if TYPE_CHECKING:
@@ -103,16 +103,16 @@ class View:
     """What the HTTP side sees of the master: a copy, so that a scrape takes nothing from the loop."""
 
     at: float
-    keys: int = 0
-    bytes: int = 0
-    warming: bool = True
-    shard: str = "0/1"
-    role: str = ""
-    etcd: str = ""
+    keys: int
+    bytes: int
+    warming: bool
+    shard: str
+    role: str
+    etcd: str
     """Why etcd cannot be used; empty: it can, or there is none."""
-    refusals: list[dict[str, str | int]] = field(default_factory=list)
-    nodes: dict[str, int] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
+    refusals: list[dict[str, str | int]]
+    nodes: dict[str, int]
+    counters: dict[str, int]
 
 
 class MasterServer:
@@ -168,10 +168,10 @@ class MasterServer:
             max_bytes=max_bytes,
             shard=shard,
         )
-        self.view = View(time.monotonic(), nodes=dict.fromkeys(STATES, 0), counters=dict.fromkeys(_COUNTERS, 0))
         self._garbage = 0
         self._errors = 0
         self._strangers = 0
+        self._turned_at = 0.0
         self._stranger_logged_at = float("-inf")
         self._decoder = decoder(ToMaster)
         self._backlog: deque[tuple[bytes, Message, int, float]] = deque()
@@ -182,6 +182,7 @@ class MasterServer:
         self._http: Observatory | None = None
         self._election: Election | None = None
         self._doorkeeper: Doorkeeper | None = None
+        self._publish(time.monotonic())
         self._socket = self._context.socket(zmq.ROUTER)
         try:
             self._doorkeeper = secure_server(self._socket, key, self._context)
@@ -213,19 +214,16 @@ class MasterServer:
         next_tick = next_view = 0.0
         if self._election is not None:
             self._election.start()
-        turned_at = time.monotonic()
+        self._turned_at = time.monotonic()
         try:
             while not self._stopping:
                 busy = bool(self._backlog) or self.core.sweeping
                 poller.poll(0 if busy else int(TICK_S * 1000))
-                now = time.monotonic()
-                if now - turned_at > STOOD_STILL_S:
-                    self.core.excuse(now - turned_at, now)
-                turned_at = now
+                now = self._turn()
                 self._receive()
                 self._count_strangers(now)
                 self._work(time.monotonic() + SLICE_S)
-                now = time.monotonic()
+                now = self._turn()
                 # Behind a full backlog there are signs of life not read yet: nobody is suspected meanwhile.
                 if self._backlog_bytes <= MAX_BACKLOG_BYTES and (now >= next_tick or self.core.sweeping):
                     next_tick = now + TICK_S
@@ -253,6 +251,14 @@ class MasterServer:
         # Not in close: `stop` may come at any time, and must not write to another file that got the number.
         if hasattr(self, "_wake"):
             os.close(self._wake)
+
+    def _turn(self) -> float:
+        """The time. Asked twice a turn, so that no silence is judged by a clock that ran on while nobody could be heard."""
+        now = time.monotonic()
+        if now - self._turned_at > STOOD_STILL_S:
+            self.core.excuse(now - self._turned_at, now)
+        self._turned_at = now
+        return now
 
     def _receive(self) -> None:
         """Answer lookups and joins at once; put what changes the directory in line: no lookup waits for eight snapshots."""
