@@ -3,563 +3,272 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
-from hicache_mooncake.config_values import join_address, split_address
-from hicache_mooncake.node.master_lookup import Asker, connect_dealer
+from hicache_mooncake.config_values import is_etcd, is_loopback, join_address, split_address
+from hicache_mooncake.discovery import Discovery
+from hicache_mooncake.node.link_core import SILENT_S, ChangeSource, Close, Connect, JoinFacts, Keys, LinkCore, LinkView, Usage
+from hicache_mooncake.node.link_session import ASKING, JOINING
+from hicache_mooncake.node.lookup_plan import Answers
+from hicache_mooncake.node.master_lookup import Asker, Resolve, Socket, connect_dealer
 from hicache_mooncake.protocol import (
-    HASH_BYTES,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
-    Answer,
-    Beat,
-    BeatReply,
-    ClearNamespace,
     ClusterReport,
-    ClusterStatus,
     FromMaster,
-    Join,
-    Joined,
-    Leave,
-    Lookup,
-    LookupReply,
-    Message,
     Question,
-    Refused,
-    Snapshot,
-    Update,
-    count_hashes,
+    Room,
     decoder,
     encode,
 )
+from hicache_mooncake.security import ClusterKey
+
+__all__ = ["DEFAULT_MASTER_PORT", "ChangeSource", "JoinFacts", "Keys", "MasterLink", "Usage"]
 
 DEFAULT_MASTER_PORT = 50051
-DRAIN_KEYS = 4_096
-"""Changes an update; also keys a snapshot part. About 5 ms of a master's time: its other work never waits longer for one."""
-DRAINS_PER_PASS = 16
-BATCH_S = 0.005
-PAUSE_S = 0.05
-UNASKED_DRAIN_S = 0.1
-MAX_OUTBOX_MESSAGES = 4_096
-"""Messages that wait for a master that reads slowly. Beyond it they are dropped, and the master asks for a snapshot."""
-MAX_WAITING_CLEARS = 1024
-SNAPSHOT_PARTS_PER_PASS = 8
-CONNECT_S = 1.0
-JOIN_ANSWER_S = 3.0
-SILENT_S = 15.0
-BACKOFF_S = (0.1, 2.0)
-REFUSED_RETRY_S = 10.0
+PAUSE_S = 0.1
+MESSAGES_PER_PASS = 32
+MAX_ORDERS = 4096
+ROOM_FRESH_S = 5.0
 
-Keys = list[tuple[bytes, bytes]]
-"""Pairs of (namespace, blob of 32-byte hashes)."""
+HOW_TO_SECURE = (
+    "Without a key anybody who reaches a master can read and spoil the directory. Make a key (hicache-mooncake keygen FILE) and"
+    " give it to every node and master (--key-file FILE), or say that your network has only friends (--allow-unauthenticated)"
+)
+
+_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
-@dataclass(frozen=True, slots=True)
-class JoinFacts:
-    """What a node says of itself. `host` and `port` are where other nodes reach it."""
+class _Connection:
+    """A socket to one master, and what the link's thread waits for on it."""
 
-    node: str
-    incarnation: bytes
-    host: str
-    port: int
-    capacity_bytes: int
+    def __init__(self, context: zmq.Context[Socket], master: str, key: ClusterKey | None, resolve: Resolve | None) -> None:
+        self.socket = connect_dealer(context, master, key, resolve, self._watch)
+        self._unsent: bytes | None = None
 
+    def _watch(self, socket: Socket) -> None:
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What a node reports with every heartbeat."""
-
-    used_bytes: int = 0
-    capacity_bytes: int = 0
-    objects: int = 0
-    hits: int = 0
-    lookups: int = 0
-
-
-class ChangeSource(Protocol):
-    """What the link reads from the node. All of it is called on the link's thread, and should return within milliseconds."""
-
-    def drain_changes(self, limit: int) -> tuple[Keys, Keys]:
-        """Up to `limit` keys (added, removed) since the last call, oldest first; a key is at most in one of the two, its last
-        state. Both empty when there are none."""
-
-    def snapshot(self) -> Iterator[Keys]:
-        """Everything held, in parts. What changes from this call on must still come out of `drain_changes`; whether a part
-        already shows it makes no difference. With several masters, what was not drained yet before this call must come out as
-        well, since the snapshot goes to one of them."""
-
-    def changes_lost(self) -> bool:
-        """Were changes dropped since the last snapshot, because nobody drained them in time? Then every master gets one."""
-
-    def usage(self) -> Usage:
-        """Figures for the heartbeat."""
-
-
-# --------------------------------------------------------------------------- the stream of updates
-
-_WAITING, _CONNECTING, _JOINING, _JOINED = "waiting", "connecting", "joining", "joined"
-
-
-class _Session:
-    """The link's thread and one master: a socket, and where that master stands. Driven by `step`; only that thread touches it,
-    but for `state` and `refusal`, which any thread may read."""
-
-    def __init__(self, link: MasterLink, master: str) -> None:
-        self.link = link
-        self.master = master
-        self.state = _WAITING
-        self.refusal = ""
-        self.socket: zmq.Socket[bytes] | None = None
-        self._incarnation = b""
-        self._heartbeat_s = 1.0
-        self._ttl_s = 5.0
-        self._backoff_s = BACKOFF_S[0]
-        self._retry_at = 0.0
-        self._join_at = 0.0
-        self._since = 0.0
-        self._beat_at = 0.0
-        self._answered_at = 0.0
-        self._outbox: deque[bytes] = deque()
-        self._parts: Iterator[tuple[Keys, bool]] | None = None
-        self._snapshot_wanted = False
-        self._snapshot_seq = 0
-        self._part = 0
-        self._beats_sent = 0
-        self._beats_answered = 0
-        self._beats_before_snapshot = 0
-        self._complained = False
-        self._clears: dict[bytes, int] = {}
-        """Clears that this master may not have heard of yet: namespace -> beats sent when it was told, 0 before that."""
-
-    @property
-    def listens(self) -> bool:
-        """Does this master take updates now?"""
-        return self.state in (_JOINING, _JOINED)
-
-    @property
-    def answers(self) -> bool:
-        """Is this node a member there, and was the master heard of lately?"""
-        return self.state == _JOINED and time.monotonic() - self._answered_at <= self._ttl_s
-
-    @property
-    def wants_to_write(self) -> bool:
-        if self.state == _CONNECTING:
-            return time.monotonic() >= self._join_at
-        return self.listens and bool(self._outbox or self._parts or self._snapshot_wanted)
-
-    def push(self, message: Message) -> None:
-        if not self.listens:
-            return
-        if len(self._outbox) >= MAX_OUTBOX_MESSAGES:
-            self._outbox.clear()
-            self.link.count("outbox_overflows")
-        self._outbox.append(encode(message))
-
-    def want_snapshot(self) -> None:
-        self._parts = None
-        self._snapshot_wanted = self.listens
-
-    def clear(self, namespace: bytes) -> None:
-        """Tell this master, now or as soon as it is back; the oldest are given up when too many wait."""
-        self._clears.pop(namespace, None)
-        self._clears[namespace] = 0
-        while len(self._clears) > MAX_WAITING_CLEARS:
-            del self._clears[next(iter(self._clears))]
-            self.link.count("clears_lost")
-        if self.state != _JOINED:
-            self.link.log.warning(
-                "master %s is not there: other nodes forget namespace %s only when it is back", self.master, namespace.hex()
-            )
-
-    def _send_clears(self) -> None:
-        for namespace in [ns for ns, beat in self._clears.items() if not beat]:
-            self._clears[namespace] = self._beats_sent + 1
-            self.push(ClearNamespace(namespace, self.link.info().node))
-
-    def step(self, now: float) -> None:
-        """Do what can be done without waiting."""
-        if self.state == _WAITING:
-            if now >= self._retry_at:
-                self._connect(now)
-            return
-        self._read(now)
-        if self.state == _CONNECTING:
-            if now >= self._join_at and self._writable():
-                self._join(now)
-            elif now - max(self._since, self._join_at) > CONNECT_S:
-                self._fail("does not answer (is it running, and is the address right?)")
-        elif self.state == _JOINING and now - self._since > JOIN_ANSWER_S:
-            self._fail("takes connections but does not answer (is it a hicache-mooncake master?)")
-        if self.state == _JOINED:
-            self._send_clears()
-            if now >= self._beat_at:
-                self._beat(now)
-            self._write_snapshot_and_outbox(now)
-            # Patient: a master that was restarted has every node's snapshot to read, and connecting anew starts ours over.
-            if now - self._answered_at > max(3 * self._ttl_s, SILENT_S):
-                self._fail("stopped answering")
-        elif self.state == _JOINING:
-            self._write_outbox()
-
-    def close(self, leave: bool) -> None:
-        if self.socket is None:
-            return
-        if leave and self.listens:
-            facts = self.link.info()
-            try:
-                self.socket.setsockopt(zmq.LINGER, 500)
-                self.socket.send(encode(Leave(facts.node, facts.incarnation)), zmq.NOBLOCK)
-            except zmq.ZMQError:
-                pass  # it will notice the silence
-        self.socket.close()
-        self.socket = None
-        self.state = _WAITING
-
-    # ------------------------------------------------------------------ connection
-
-    def _connect(self, now: float) -> None:
+    def problem(self) -> str:
+        """Why the connection is no good any more; "" when nothing is known against it."""
         try:
-            self.socket = connect_dealer(self.link.context, self.master)
-        except zmq.ZMQError as error:
-            self._fail(f"cannot be connected to: {error.strerror}")
-            return
-        self.state = _CONNECTING
-        self._since = now
-        self._join_at = now
-        self.link.count("connects")
+            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)["event"]
+        except zmq.Again:
+            return ""
+        if event & _HANDSHAKE_FAILED:
+            return "does not accept this node's key, or has another one (--key-file: the same on all nodes and masters)"
+        return "closed the connection"
 
-    def _join(self, now: float) -> None:
-        facts = self.link.info()
-        self.state = _JOINING
-        self._since = now
-        self._join_at = now + random.uniform(0.2, 0.5)  # the soonest next one: two nodes of one name would join in turns
-        self._outbox.clear()
-        self._parts = None
-        self._snapshot_wanted = False
-        self._beats_sent = self._beats_answered = self._beats_before_snapshot = 0
-        self._clears = dict.fromkeys(self._clears, 0)
-        self.push(
-            Join(
-                PROTOCOL_MIN,
-                PROTOCOL_MAX,
-                facts.node,
-                facts.incarnation,
-                facts.host,
-                facts.port,
-                facts.capacity_bytes,
-                self.link.seq,
-            )
-        )
-        self._write_outbox()
-
-    def _fail(self, why: str) -> None:
-        log = self.link.log.debug if self._complained else self.link.log.warning
-        log("master %s %s. Trying again; until then pages of other nodes are misses here", self.master, why)
-        self._complained = True
-        self._wait(self._backoff_s)
-        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
-
-    def _refused(self, reason: str) -> None:
-        if reason != self.refusal:
-            self.link.log.error("master %s refused this node: %s", self.master, reason)
-        self.refusal = reason
-        self._wait(REFUSED_RETRY_S)
-
-    def _wait(self, seconds: float) -> None:
-        if self.socket is not None:
-            self.socket.close()
-            self.socket = None
-        self.state = _WAITING
-        self._outbox.clear()
-        self._parts = None
-        self._snapshot_wanted = False
-        self._retry_at = time.monotonic() + seconds * random.uniform(0.5, 1.0)
-
-    # ------------------------------------------------------------------ in
-
-    def _read(self, now: float) -> None:
-        for _ in range(64):
-            if self.socket is None:
-                return
+    def write(self, core: LinkCore, master: str, now: float) -> bool:
+        """Send what there is, up to a limit. Returns whether there may be more that can be sent now."""
+        for _ in range(MESSAGES_PER_PASS):
+            if not self.socket.poll(0, zmq.POLLOUT):
+                return False
+            if self._unsent is None:
+                message = core.take(master, now)
+                if message is None:
+                    return False
+                self._unsent = encode(message)
             try:
-                body = self.socket.recv(zmq.NOBLOCK)
+                self.socket.send(self._unsent, zmq.NOBLOCK)
             except zmq.Again:
-                return
-            try:
-                message = self.link.decoder.decode(body)
-            except msgspec.MsgspecError:
-                self.link.count("garbage")
-                continue
-            self._take(message, now)
+                return False
+            self._unsent = None
+        return True
 
-    def _take(self, message: Message, now: float) -> None:
-        match message:
-            case Joined():
-                self._joined(message, now)
-            case Refused():
-                self._refused(message.reason)
-            case BeatReply():
-                self._answered_at = now
-                self._beats_answered += 1
-                # Beats and clears are read in order: an answer to a beat that was sent after a clear says that it arrived.
-                self._clears = {ns: beat for ns, beat in self._clears.items() if not beat or beat >= self._beats_answered}
-                if self.state != _JOINED:
-                    return
-                if not message.known or message.master != self._incarnation:
-                    self.state = _CONNECTING
-                    self._since = now
-                elif message.want_snapshot and self._parts is None and self._beats_answered > self._beats_before_snapshot:
-                    self._snapshot_wanted = True
-            case ClearNamespace():
-                self.link.on_clear(message.namespace)
-
-    def _joined(self, message: Joined, now: float) -> None:
-        if self.state != _JOINING:
-            return
-        self.state = _JOINED
-        if self._incarnation != message.master or self._complained or self.refusal:
-            self.link.log.info("joined master %s (%s)", self.master, message.master.hex())
-        self._incarnation = message.master
-        self._heartbeat_s = min(max(message.heartbeat_s, 0.01), 60.0)
-        self._ttl_s = max(message.ttl_s, self._heartbeat_s)
-        self._backoff_s = BACKOFF_S[0]
-        self._complained = False
-        self.refusal = ""
-        self._answered_at = now
-        self._beat_at = now
-        self._snapshot_wanted = self._snapshot_wanted or message.want_snapshot
-        self.link.count("joins")
-
-    # ------------------------------------------------------------------ out
-
-    def _beat(self, now: float) -> None:
-        self._beat_at = now + self._heartbeat_s
-        facts, usage = self.link.info(), self.link.source.usage()
-        self._beats_sent += 1
-        self.push(
-            Beat(
-                facts.node,
-                facts.incarnation,
-                self.link.seq,
-                usage.used_bytes,
-                usage.capacity_bytes,
-                usage.objects,
-                usage.hits,
-                usage.lookups,
-            )
-        )
-
-    def _write_snapshot_and_outbox(self, now: float) -> None:
-        """Updates first: the snapshot takes seconds, they are news. The master puts both in order by their numbers."""
-        self._write_outbox()
-        for _ in range(SNAPSHOT_PARTS_PER_PASS):
-            if self._outbox or not (self._parts or self._snapshot_wanted) or not self._writable():
-                return
-            if self._snapshot_wanted:
-                self._snapshot_wanted = False
-                self._beats_before_snapshot = self._beats_sent
-                # A number of its own for each snapshot, so that parts of one that broke off never pass for parts of the next.
-                self.link.number([], [])
-                self._snapshot_seq = self.link.seq
-                self._part = 0
-                self._parts = _with_last(_rechunk(iter(self.link.source.snapshot())))
-                self.link.count("snapshots")
-            assert self._parts is not None
-            try:
-                keys, last = next(self._parts)
-            except Exception:
-                self.want_snapshot()
-                raise
-            if last:
-                self._parts = None
-            facts = self.link.info()
-            self.push(Snapshot(facts.node, facts.incarnation, self._snapshot_seq, self._part, last, keys))
-            self._part += 1
-            self._answered_at = now  # the answers wait behind it
-            self._write_outbox()
-
-    def _write_outbox(self) -> None:
-        assert self.socket is not None
-        while self._outbox:
-            try:
-                self.socket.send(self._outbox[0], zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._outbox.popleft()
-
-    def _writable(self) -> bool:
-        assert self.socket is not None
-        return bool(self.socket.poll(0, zmq.POLLOUT))
-
-
-def _rechunk(parts: Iterator[Keys]) -> Iterator[Keys]:
-    step = DRAIN_KEYS * HASH_BYTES
-    for part in parts:
-        batch: Keys = []
-        size = 0
-        for namespace, hashes in part:
-            for at in range(0, len(hashes), step):
-                blob = hashes[at : at + step]
-                if size + len(blob) > step:
-                    yield batch
-                    batch, size = [], 0
-                batch.append((namespace, blob))
-                size += len(blob)
-        if batch:
-            yield batch
-
-
-def _with_last(parts: Iterator[Keys]) -> Iterator[tuple[Keys, bool]]:
-    """Each part, and whether it is the last; one empty part when there are none."""
-    before: Keys = next(parts, [])
-    for part in parts:
-        yield before, False
-        before = part
-    yield before, True
+    def close(self, last: bytes | None = None) -> None:
+        if last is not None:
+            with contextlib.suppress(zmq.ZMQError):  # then the master will notice the silence
+                self.socket.setsockopt(zmq.LINGER, 500)
+                self.socket.send(last, zmq.NOBLOCK)
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
 
 
 class MasterLink:
     """A node's link to all of its masters. With none everything here is a no-op.
 
-    `start` starts the thread; `on_clear` is called on it when another node cleared a namespace. `lookup`, `cluster_status`,
-    `notify`, `clear_namespace`, `state` and `counters` are for any thread. Raises ValueError for a master that is not
-    host:port."""
+    `start` starts the thread; `on_clear` is called on it when another node cleared a namespace. Everything public but `start`
+    and `close` is for any thread. `key` is the cluster's; without one only masters on this host are connected to, unless
+    `allow_unauthenticated`. `resolve` maps a master's address to the one to connect to, at each connection anew; names are
+    resolved anew without it as well. Raises ValueError for a master that is not host:port, or must not be connected to."""
 
     def __init__(
         self,
-        masters: tuple[str, ...],
+        masters: Sequence[str],
         info: Callable[[], JoinFacts],
         source: ChangeSource,
         on_clear: Callable[[bytes], None],
         *,
         log: logging.Logger,
+        key: ClusterKey | None = None,
+        allow_unauthenticated: bool = False,
+        resolve: Resolve | None = None,
     ) -> None:
-        self.masters = tuple(
-            dict.fromkeys(join_address(*split_address(m.removeprefix("tcp://"), DEFAULT_MASTER_PORT)) for m in masters)
-        )
         self.info = info
-        self.source = source
         self.log = log
-        self.seq = 1
-        """Number of the last update. One at the start, so that a master asks for what the node held before it first joined."""
-        self.decoder = decoder(FromMaster)
-        self.counters: dict[str, int] = dict.fromkeys(
-            ("connects", "joins", "snapshots", "updates", "outbox_overflows", "garbage", "lookups", "lookup_failures"), 0
+        self._key = key
+        self._may_leave_host = key is not None or allow_unauthenticated
+        self._resolve = resolve
+        found_by = [master for master in masters if is_etcd(master)]
+        addresses = tuple(
+            dict.fromkeys(
+                join_address(*split_address(master.removeprefix("tcp://"), DEFAULT_MASTER_PORT))
+                for master in masters
+                if master not in found_by
+            )
         )
-        self._on_clear = on_clear
-        self._clears: deque[bytes] = deque(maxlen=1024)
-        self._ids = itertools.count(1)
+        for master in addresses:
+            if not self._may_connect(master):
+                raise ValueError(f"master {master} is not on this host. {HOW_TO_SECURE}")
+        self._core = LinkCore(
+            addresses,
+            info,
+            source,
+            random.Random(),
+            log,
+            on_clear,
+            versions=(PROTOCOL_MIN, PROTOCOL_MAX),
+            silent_s=SILENT_S,
+        )
+        self._view = self._core.view()
+        self._discoveries = [Discovery(url, self._found, log) for url in found_by]
+        self._lookups = {"lookups": 0, "lookup_failures": 0, "lookup_garbage": 0}
+        self._orders: deque[Callable[[float], None]] = deque()
         self._count_lock = threading.Lock()
-        self._notified = False
+        self._decode = decoder(FromMaster).decode
+        self._rung = False
         self._stopping = False
         self._leave = False
         self._failures = 0
         self._thread: threading.Thread | None = None
-        if self.masters:
-            self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._connections: dict[str, _Connection] = {}
+        self._in_use = bool(masters)
+        if self._in_use:
+            self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._sessions = [_Session(self, master) for master in self.masters]
-            self._askers = [Asker(self.context, master) for master in self.masters]
-        else:
-            self._sessions, self._askers = [], []
+            self._asker = Asker(lambda master: connect_dealer(self._context, master, key, resolve))
 
     # ------------------------------------------------------------------ for any thread
 
     @property
+    def masters(self) -> tuple[str, ...]:
+        """Addresses of the masters that are known now."""
+        return tuple(master.master for master in self._view.masters)
+
+    @property
+    def view(self) -> LinkView:
+        """Where each master stands."""
+        return self._view
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened since the start."""
+        return self._core.counters | self._lookups
+
+    @property
     def state(self) -> str:
-        """One of `no master configured`, `joined`, `refused: <reason>`, `joining`, `unreachable`: of the master best off."""
-        if not self._sessions:
+        """One of `no master configured`, `joined`, `shards <numbers> of <count> have no master`, `refused: <reason>`,
+        `joining`, `unreachable`."""
+        if not self._in_use:
             return "no master configured"
-        if any(session.answers for session in self._sessions):
+        view, now = self._view, time.monotonic()
+        answering = {master.shard for master in view.masters if master.answers(now)} - {-1}
+        if answering and len(answering) == view.shards:
             return "joined"
-        refusal = next((session.refusal for session in self._sessions if session.refusal), "")
+        refusal = next((master.refusal for master in view.masters if master.refusal), "")
         if refusal:
             return f"refused: {refusal}"
-        return "joining" if any(session.state == _JOINING for session in self._sessions) else "unreachable"
+        if answering:
+            missing = ", ".join(str(shard) for shard in range(view.shards) if shard not in answering)
+            return f"shards {missing} of {view.shards} have no master"
+        return "joining" if any(master.state in (ASKING, JOINING) for master in view.masters) else "unreachable"
 
     def start(self) -> None:
         """Start to join. Once."""
-        if self._sessions and self._thread is None and not self._stopping:
+        if self._in_use and self._thread is None and not self._stopping:
             self._thread = threading.Thread(target=self._run, name="master-link", daemon=True)
             self._thread.start()
+            for discovery in self._discoveries:
+                discovery.start()
 
     def notify(self) -> None:
         """The source has changes. Cheap; may be called under the source's lock."""
-        if self._sessions and not self._notified:
-            self._notified = True
+        if self._in_use and not self._core.notified:
+            self._core.notify()
             self._wake_up()
 
     def clear_namespace(self, namespace: bytes) -> None:
         """Have every other node drop this namespace: by each master, or as soon as it is back."""
-        if self._sessions:
-            self._clears.append(namespace)
-            self._notified = True
-            self._wake_up()
+        self._order(lambda now: self._core.clear_namespace(namespace))
 
-    def lookup(self, questions: Sequence[Question], timeout_s: float) -> list[Answer] | None:
-        """Who holds these pages? One answer a question, or None when no master answers, after at most `timeout_s`, and at once
-        while the last failure is fresh. With `prefix` a column ends before the first page that nobody else holds, without it
-        has one entry a page. Raises ProtocolError for a ragged blob of hashes or too many."""
-        counts = [count_hashes(question.hashes) for question in questions]
-        asker = self._first_healthy(timeout_s)
-        if asker is None:
+    def report(self, failed: dict[str, int]) -> None:
+        """Tell every master that reads from these nodes failed, so often; gathered for a moment."""
+        failed = dict(failed)
+        self._order(lambda now: self._core.report(failed, now))
+
+    def beat_now(self) -> None:
+        """Something that the masters should know at once has changed, such as `draining`, or that room is wanted."""
+        self._order(self._core.beat_now)
+
+    def set_masters(self, masters: Sequence[str]) -> None:
+        """From now on these are the masters. One that is not among them any more is used for as long as it answers."""
+        addresses = tuple(dict.fromkeys(masters))
+        self._order(lambda now: self._core.set_masters(addresses))
+
+    def room(self) -> list[Room]:
+        """Nodes that can take pages, as a master said lately; empty when none said, or `Usage.want_room` is not set. The same
+        list object until a new one comes: do not change it."""
+        at, room = self._core.room_table
+        return room if time.monotonic() - at <= ROOM_FRESH_S else []
+
+    def lookup(self, questions: Sequence[Question], timeout_s: float) -> Answers | None:
+        """Who holds these pages? See Answers. None when no master answers, after at most `timeout_s`, and at once while the
+        last failure is fresh. Raises ProtocolError for a ragged blob of hashes or too many."""
+        if not self._in_use:
             return None
-        lookup = Lookup(next(self._ids), list(questions), self.info().node)
-        reply = asker.ask(lookup, timeout_s, lambda message: isinstance(message, LookupReply) and message.id == lookup.id)
-        self.count("lookups")
-        if isinstance(reply, LookupReply):
-            if len(reply.answers) == len(questions) and all(map(_fits, questions, counts, reply.answers)):
-                return reply.answers
-            self.count("garbage")
-        self.count("lookup_failures")
-        return None
+        answers, garbage = self._asker.lookup(questions, self._view, self.info().node, timeout_s)
+        with self._count_lock:
+            self._lookups["lookups"] += 1
+            self._lookups["lookup_failures"] += answers is None or not answers.complete
+            self._lookups["lookup_garbage"] += garbage
+        return answers
 
     def cluster_status(self, timeout_s: float) -> ClusterReport | None:
         """What the first master that is well knows of all nodes, or None."""
-        asker = self._first_healthy(timeout_s)
-        if asker is None:
-            return None
-        answer = asker.ask(ClusterStatus(), timeout_s, lambda message: isinstance(message, ClusterReport))
-        return answer if isinstance(answer, ClusterReport) else None
+        return self._asker.cluster_status(self._view, timeout_s) if self._in_use else None
 
     def close(self, leave: bool = True) -> None:
         """End the thread and all sockets; with `leave` the masters drop this node at once. Safe to call twice."""
-        if not self._sessions or self._stopping:
+        if not self._in_use or self._stopping:
             return
         self._stopping, self._leave = True, leave
         self._wake_up()
-        for asker in self._askers:
-            asker.close()
+        for discovery in self._discoveries:
+            discovery.close()
+        self._asker.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
-        deadline = time.monotonic() + 2.0
         stuck = self._thread is not None and self._thread.is_alive()
-        if not stuck and all(asker.drained(deadline) for asker in self._askers):
-            self.context.term()  # with a socket in use it would wait for it; then the context ends with that socket
+        if not stuck and self._asker.drained(time.monotonic() + 2.0):
+            self._context.term()  # with a socket in use it would wait for it; then the context ends with that socket
 
-    def count(self, name: str, by: int = 1) -> None:
-        with self._count_lock:
-            self.counters[name] += by
-
-    def _first_healthy(self, timeout_s: float) -> Asker | None:
-        joined = [session.answers for session in self._sessions]
-        for wanted in (True, False):
-            for asker, is_joined, session in zip(self._askers, joined, self._sessions, strict=True):
-                if is_joined is wanted and not session.refusal and asker.allows(timeout_s):
-                    return asker
-        return None
+    def _order(self, order: Callable[[float], None]) -> None:
+        """Have the link's thread do this with the time."""
+        if self._in_use and len(self._orders) < MAX_ORDERS:
+            self._orders.append(order)
+            self._wake_up()
 
     def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):  # then it is awake
@@ -570,97 +279,91 @@ class MasterLink:
         if hasattr(self, "_wake"):
             os.close(self._wake)
 
+    def _may_connect(self, master: str) -> bool:
+        return self._may_leave_host or is_loopback(split_address(master)[0])
+
+    def _found(self, masters: Sequence[str]) -> None:
+        """The discovery's news, on its thread."""
+        allowed = [master for master in masters if self._may_connect(master)]
+        if len(allowed) < len(masters):
+            self.log.error(
+                "masters %s are not on this host and are not connected to. %s",
+                ", ".join(master for master in masters if master not in allowed),
+                HOW_TO_SECURE,
+            )
+        self.set_masters(allowed)
+
     # ------------------------------------------------------------------ the thread
 
-    def on_clear(self, namespace: bytes) -> None:
-        """Called by a session when a master passes a clear on."""
-        try:
-            self._on_clear(namespace)
-        except Exception:
-            self.log.exception("clearing namespace %s, as another node asked, failed", namespace.hex())
-
     def _run(self) -> None:
-        drained_at = 0.0
         more = False
         while not self._stopping:
-            now = time.monotonic()
-            due = now - drained_at >= BATCH_S
-            if more or (due and self._notified) or now - drained_at >= UNASKED_DRAIN_S:
-                drained_at = now
-                more = self._guard(self._send_changes)
-            for session in self._sessions:
-                self._guard(session.step)
-            if more:
-                self._pause(0.0)
-            elif self._notified:
-                # Changes wait for a batch's time after the last ones, so that busy writers make few updates.
-                time.sleep(min(BATCH_S, max(0.0, drained_at + BATCH_S - time.monotonic())))
-            else:
-                self._pause(PAUSE_S)
-        for session in self._sessions:
-            session.close(self._leave)
+            try:
+                more = self._pass(more)
+            except Exception:
+                self._failures += 1
+                if self._failures <= 10:
+                    self.log.exception("the link to the masters failed; trying on. Please report this")
+                time.sleep(0.1)
+        last = {master: encode(message) for master, message in self._core.leave()} if self._leave else {}
+        for master, connection in self._connections.items():
+            connection.close(last.get(master))
+        self._connections.clear()
 
-    def _guard(self, step: Callable[[float], bool | None]) -> bool:
-        """A bug in the source must not end the link: without it every page here is a miss elsewhere."""
-        try:
-            return bool(step(time.monotonic()))
-        except Exception:
-            self._failures += 1
-            if self._failures <= 10:
-                self.log.exception("the link to the masters failed; trying on. Please report this")
-            time.sleep(0.1)
-            return False
+    def _pass(self, more: bool) -> bool:
+        """Wait for something to do and do it. Returns whether there is more to write at once."""
+        core = self._core
+        now = time.monotonic()
+        self._wait(0.0 if more else min(core.next_due(now) - now, PAUSE_S), now)
+        now = time.monotonic()
+        while self._orders:
+            self._orders.popleft()(now)
+        for master, connection in list(self._connections.items()):
+            self._read(master, connection, now)
+        for action in core.step(now):
+            self._act(action, now)
+        more = False
+        for master, connection in self._connections.items():
+            more |= connection.write(core, master, now)
+        view = core.view()
+        if {m.master for m in view.masters} != {m.master for m in self._view.masters}:
+            self._asker.keep([m.master for m in view.masters])
+        self._view = view
+        return more
 
-    def _send_changes(self, now: float) -> bool:
-        self._send_clears()
-        try:
-            return self._drain()
-        except Exception:
-            self.seq += 1  # whatever was taken and is lost: every master sees the gap and asks for a snapshot
-            raise
-
-    def _drain(self) -> bool:
-        """Number the changes and give them to every session; those of masters that do not listen are gaps there.
-
-        Returns whether there may be more."""
-        self._notified = False  # before the changes are read: what comes after rings again
-        if self.source.changes_lost():
-            self.seq += 1
-            for session in self._sessions:
-                session.want_snapshot()
-        for _ in range(DRAINS_PER_PASS):
-            added, removed = self.source.drain_changes(DRAIN_KEYS)
-            if not added and not removed:
-                return False
-            self.number(added, removed)
-        return True
-
-    def number(self, added: Keys, removed: Keys) -> None:
-        """Send the next update to every master that listens. On the link's thread only."""
-        self.seq += 1
-        self.count("updates")
-        facts = self.info()
-        update = Update(facts.node, facts.incarnation, self.seq, added, removed)
-        for session in self._sessions:
-            session.push(update)
-
-    def _send_clears(self) -> None:
-        while self._clears:
-            namespace = self._clears.popleft()
-            for session in self._sessions:
-                session.clear(namespace)
-
-    def _pause(self, wait_s: float) -> None:
+    def _wait(self, wait_s: float, now: float) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        for session in self._sessions:
-            if session.socket is not None:
-                poller.register(session.socket, zmq.POLLIN | (zmq.POLLOUT if session.wants_to_write else 0))
-        poller.poll(int(wait_s * 1000))
+        for master, connection in self._connections.items():
+            wants = self._core.wants_to_send(master, now)
+            poller.register(connection.socket, zmq.POLLIN | (zmq.POLLOUT if wants else 0))
+            poller.register(connection.monitor, zmq.POLLIN)
+        poller.poll(max(0, int(wait_s * 1000 + 0.999)))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
+    def _read(self, master: str, connection: _Connection, now: float) -> None:
+        for _ in range(MESSAGES_PER_PASS):
+            try:
+                body = connection.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                message = self._decode(body)
+            except msgspec.MsgspecError:
+                self._core.count("garbage")
+                continue
+            self._core.received(master, message, now)
+        if problem := connection.problem():
+            self._core.lost(master, now, problem)
 
-def _fits(question: Question, count: int, answer: Answer) -> bool:
-    entries = len(answer.holder)
-    return (entries <= count if question.prefix else entries == count) and max(answer.holder, default=0) <= len(answer.peers)
+    def _act(self, action: Connect | Close, now: float) -> None:
+        master = action.master
+        if isinstance(action, Close):
+            if connection := self._connections.pop(master, None):
+                connection.close()
+            return
+        try:
+            self._connections[master] = _Connection(self._context, master, self._key, self._resolve)
+        except (zmq.ZMQError, OSError, ValueError) as error:
+            self._core.lost(master, now, f"cannot be connected to: {error}")

@@ -1,151 +1,226 @@
-"""Questions to a metadata master, from any thread, and when to leave a silent one alone."""
+"""Questions to the metadata masters, from any thread: the sockets around `lookup_plan`."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 
 from hicache_mooncake.config_values import split_address
-from hicache_mooncake.protocol import MAX_FRAME_BYTES, FromMaster, Message, decoder, encode
+from hicache_mooncake.node.link_core import LinkView
+from hicache_mooncake.node.lookup_plan import Answers, Breaker, LookupPlan, Lookups
+from hicache_mooncake.protocol import (
+    MAX_FRAME_BYTES,
+    ClusterReport,
+    ClusterStatus,
+    FromMaster,
+    Message,
+    Question,
+    decoder,
+    encode,
+)
+from hicache_mooncake.security import ClusterKey, secure_client
+
+__all__ = ["Asker", "Breaker", "connect_dealer"]
 
 SEND_HWM = 16
-BREAKER_S = (0.5, 5.0)
 MAX_LOOKUPS_AT_ONCE = 64
 
-
-class Breaker:
-    """Closed, or open until a time; then one caller may try while the others are still refused. Time comes in; not
-    thread-safe."""
-
-    def __init__(self, first_s: float = BREAKER_S[0], most_s: float = BREAKER_S[1]) -> None:
-        self._first_s, self._most_s = first_s, most_s
-        self._open_s = 0.0
-        self._until = 0.0
-        self._probing = False
-
-    def allows(self, now: float, timeout_s: float) -> bool:
-        """May this call be tried? A probe that says yes keeps the others out for `timeout_s`."""
-        if not self._open_s:
-            return True
-        if now < self._until:
-            return False
-        self._until = now + timeout_s
-        self._probing = True
-        return True
-
-    def succeeded(self) -> None:
-        self._open_s = 0.0
-        self._probing = False
-
-    def failed(self, now: float) -> None:
-        if self._open_s and not self._probing:
-            return  # one of several calls that failed together
-        self._probing = False
-        self._open_s = min(2 * self._open_s, self._most_s) or self._first_s
-        self._until = now + self._open_s
+Socket = zmq.Socket[bytes]
+Resolve = Callable[[str], str]
+"""From a master's address as it is configured to the one to connect to now."""
 
 
-def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], master: str) -> zmq.Socket[bytes]:
-    """A new socket, so that the name is resolved anew. It takes messages only while it is connected."""
-    host, _ = split_address(master)
+def connect_dealer(
+    context: zmq.Context[Socket],
+    master: str,
+    key: ClusterKey | None = None,
+    resolve: Resolve | None = None,
+    watch: Callable[[Socket], None] | None = None,
+) -> Socket:
+    """A new socket, so that the name is resolved anew. It takes messages only while it is connected. `watch` is called with it
+    before it connects. Raises zmq.ZMQError, and what `resolve` raises."""
+    address = master if resolve is None else resolve(master)
+    host, _ = split_address(address)
     dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.setsockopt(zmq.IMMEDIATE, 1)
-    dealer.setsockopt(zmq.SNDHWM, SEND_HWM)
-    dealer.setsockopt(zmq.RCVHWM, SEND_HWM)
-    dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    dealer.setsockopt(zmq.RECONNECT_IVL, 100)
-    dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
-    dealer.setsockopt(zmq.IPV6, int(":" in host))
     try:
-        dealer.connect(f"tcp://{master}")
-    except zmq.ZMQError:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.SNDHWM, SEND_HWM)
+        dealer.setsockopt(zmq.RCVHWM, SEND_HWM)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        dealer.setsockopt(zmq.RECONNECT_IVL, 100)
+        dealer.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        dealer.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+        dealer.setsockopt(zmq.IPV6, int(":" in host))
+        secure_client(dealer, key)
+        if watch is not None:
+            watch(dealer)
+        dealer.connect(f"tcp://{address}")
+    except BaseException:
         dealer.close()
         raise
     return dealer
 
 
-class Asker:
-    """Questions to one master, from any thread: a pool of sockets, each used by one caller at a time, and a breaker."""
+class _Talk:
+    """One message to one master on a socket of its own, and what comes back."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], master: str) -> None:
-        self._context = context
-        self._master = master
+    def __init__(self, dealer: Socket, message: Message) -> None:
+        self.dealer = dealer
+        self._unsent: bytes | None = encode(message)
+
+    @property
+    def events(self) -> int:
+        return int(zmq.POLLIN if self._unsent is None else zmq.POLLOUT)
+
+    def go_on(self, decode: Callable[[bytes], Message]) -> Message | None:
+        """Send or receive what can be. Raises zmq.ZMQError and msgspec.MsgspecError."""
+        try:
+            if self._unsent is None:
+                return decode(self.dealer.recv(zmq.NOBLOCK))
+            self.dealer.send(self._unsent, zmq.NOBLOCK)
+            self._unsent = None
+        except zmq.Again:
+            pass
+        return None
+
+
+class Asker:
+    """Questions from any thread: each call has sockets of its own while it lasts, and polls all of them on its caller's thread.
+    Sockets are kept for the next call, at most MAX_LOOKUPS_AT_ONCE a master."""
+
+    def __init__(self, connect: Callable[[str], Socket]) -> None:
+        self._connect = connect
         self._lock = threading.Lock()
-        self._breaker = Breaker()
-        self._idle: list[zmq.Socket[bytes]] = []
+        self._lookups = Lookups()
+        self._idle: dict[str, list[Socket]] = {}
         self._room = threading.BoundedSemaphore(MAX_LOOKUPS_AT_ONCE)
-        self._decoder = decoder(FromMaster)
+        self._decode = decoder(FromMaster).decode
         self._closed = False
 
-    def allows(self, timeout_s: float) -> bool:
-        with self._lock:
-            return not self._closed and self._breaker.allows(time.monotonic(), timeout_s)
-
-    def ask(self, question: Message, timeout_s: float, is_answer: Callable[[Message], bool]) -> Message | None:
-        """The answer, or None after at most `timeout_s`; then the breaker is open."""
-        deadline = time.monotonic() + timeout_s
-        if not self._room.acquire(timeout=timeout_s):
-            return None  # says nothing about the master
-        dealer: zmq.Socket[bytes] | None = None
-        answer: Message | None = None
+    def lookup(self, questions: Sequence[Question], view: LinkView, asker: str, timeout_s: float) -> tuple[Answers | None, int]:
+        """The answers, or None when no master gave one within `timeout_s`; and how many replies were nonsense. Raises
+        ProtocolError for a ragged blob of hashes or too many."""
+        started = time.monotonic()
+        plan = self._lookups.begin(questions, view, asker, started, timeout_s)
+        if self._closed or plan.done or not self._room.acquire(timeout=timeout_s):
+            return plan.result(), 0  # says nothing about the masters
+        talks: dict[str, _Talk] = {}
         try:
-            with self._lock:
-                dealer = self._idle.pop() if self._idle else None
-            if dealer is None:
-                dealer = connect_dealer(self._context, self._master)
-            answer = self._exchange(dealer, encode(question), deadline, is_answer)
-        except (zmq.ZMQError, msgspec.MsgspecError, ValueError):
-            answer = None
+            while not plan.done:
+                self._start(plan, talks)
+                if not plan.done:
+                    self._go_on(plan, talks)
         finally:
-            self._put_back(dealer, answer is not None)
+            with self._lock:
+                plan.end(time.monotonic())
+            self._put_back(talks, plan.blamed)
             self._room.release()
-        return answer
+        return plan.result(), plan.garbage
+
+    def cluster_status(self, view: LinkView, timeout_s: float) -> ClusterReport | None:
+        """What the master best off knows of all nodes, or None."""
+        now = time.monotonic()
+        deadline = now + timeout_s
+        masters = [master.master for master in sorted(view.masters, key=lambda m: (not m.answers(now), m.warming))]
+        refused = {master.master for master in view.masters if master.refusal}
+        with self._lock:
+            allowed = (m for m in masters if m not in refused and self._lookups.breaker(m).allows(now, timeout_s))
+            chosen = next(allowed, None)
+        if self._closed or chosen is None or not self._room.acquire(timeout=timeout_s):
+            return None
+        talks: dict[str, _Talk] = {}
+        report: Message | None = None
+        try:
+            talk = talks[chosen] = _Talk(self._take(chosen), ClusterStatus())
+            while not isinstance(report, ClusterReport) and talk.dealer.poll(_milliseconds(deadline), talk.events):
+                report = talk.go_on(self._decode)
+        except (zmq.ZMQError, msgspec.MsgspecError, OSError, ValueError):
+            report = None
+        finally:
+            well = isinstance(report, ClusterReport)
+            with self._lock:
+                if well:
+                    self._lookups.breaker(chosen).succeeded()
+                else:
+                    self._lookups.breaker(chosen).failed(time.monotonic())
+            self._put_back(talks, set() if well else {chosen})
+            self._room.release()
+        return report if isinstance(report, ClusterReport) else None
+
+    def keep(self, masters: Sequence[str]) -> None:
+        """These are the masters now: forget what was remembered of others."""
+        with self._lock:
+            self._lookups.keep(masters)
+            gone = [socket for master in list(self._idle) if master not in masters for socket in self._idle.pop(master)]
+        for socket in gone:
+            socket.close()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-        for dealer in idle:
-            dealer.close()
+        self.keep(())
 
     def drained(self, deadline: float) -> bool:
         """Wait until no question is under way. Once, after `close`."""
         return all(self._room.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(MAX_LOOKUPS_AT_ONCE))
 
-    def _exchange(
-        self, dealer: zmq.Socket[bytes], body: bytes, deadline: float, is_answer: Callable[[Message], bool]
-    ) -> Message | None:
-        if not dealer.poll(milliseconds(deadline), zmq.POLLOUT):
-            return None
-        dealer.send(body, zmq.NOBLOCK)
-        while dealer.poll(milliseconds(deadline), zmq.POLLIN):
-            message = self._decoder.decode(dealer.recv(zmq.NOBLOCK))
-            if is_answer(message):
-                return message
-        return None
+    # ------------------------------------------------------------------ inside
 
-    def _put_back(self, dealer: zmq.Socket[bytes] | None, succeeded: bool) -> None:
-        drop = [] if dealer is None else [dealer]
+    def _start(self, plan: LookupPlan, talks: dict[str, _Talk]) -> None:
+        now = time.monotonic()
         with self._lock:
-            if succeeded and dealer is not None:
-                self._breaker.succeeded()
-                if not self._closed:
-                    self._idle.append(dealer)
-                    drop = []
-            else:
-                # A socket whose answer may still come is not used again, and the idle ones are no better than it.
-                self._breaker.failed(time.monotonic())
-                drop += self._idle
-                self._idle = []
-        for old in drop:
-            old.close()
+            asks = plan.step(now)
+        for ask in asks:
+            try:
+                talks[ask.master] = _Talk(self._take(ask.master), ask.message)
+            except (zmq.ZMQError, OSError, ValueError):
+                with self._lock:
+                    plan.failed(ask.master, now)
+
+    def _go_on(self, plan: LookupPlan, talks: dict[str, _Talk]) -> None:
+        poller = zmq.Poller()
+        for talk in talks.values():
+            poller.register(talk.dealer, talk.events)
+        ready = dict(poller.poll(_milliseconds(plan.next_due(time.monotonic()))))
+        for master in [master for master, talk in talks.items() if talk.dealer in ready]:
+            try:
+                message = talks[master].go_on(self._decode)
+            except (zmq.ZMQError, msgspec.MsgspecError):
+                talks.pop(master).dealer.close()
+                with self._lock:
+                    plan.failed(master, time.monotonic())
+                continue
+            if message is not None:
+                with self._lock:
+                    plan.received(master, message, time.monotonic())
+
+    def _take(self, master: str) -> Socket:
+        with self._lock:
+            idle = self._idle.get(master)
+            if idle:
+                return idle.pop()
+        return self._connect(master)
+
+    def _put_back(self, talks: dict[str, _Talk], blamed: set[str]) -> None:
+        """Keep the sockets, also those whose answer is late: the next call knows it by its number. But after a failure a new
+        one has the name resolved anew, and idle ones are no better."""
+        drop = []
+        with self._lock:
+            for master, talk in talks.items():
+                if self._closed or master in blamed:
+                    drop.append(talk.dealer)
+                else:
+                    self._idle.setdefault(master, []).append(talk.dealer)
+            for master in blamed:
+                drop += self._idle.pop(master, [])
+        for socket in drop:
+            socket.close()
 
 
-def milliseconds(deadline: float) -> int:
+def _milliseconds(deadline: float) -> int:
     return max(0, int((deadline - time.monotonic()) * 1000 + 0.999))
