@@ -44,9 +44,29 @@ class _Stream:
         self.wanted: list[memoryview] = []
         self.began = self.last_at = time.monotonic()
         self.received = 0
+        self._source = connection.source(self.began)
 
     def fileno(self) -> int:
         return self.connection.sock.fileno()
+
+    def wait(self) -> int:
+        """Fill as much of `wanted` as comes: how many bytes, or 0 at the end. Raises TimeoutError when the Ask's time is over.
+
+        Waits in turns: what comes of a turn has come lately, which tells a slow node from a silent one."""
+        while True:
+            try:
+                return self._source(self.wanted)
+            except TimeoutError:
+                now = time.monotonic()
+                if now >= self.ask.until:
+                    raise
+                self._source = self.connection.source(min(self.ask.until, now + BLAME_AFTER_S / 2))
+
+    def at_once(self) -> int:
+        """The same with what is there. Raises BlockingIOError when nothing is."""
+        if len(self.wanted) == 1:
+            return self.connection.sock.recv_into(self.wanted[0], 0, socket.MSG_DONTWAIT)
+        return self.connection.sock.recvmsg_into(self.wanted, 0, socket.MSG_DONTWAIT)[0]
 
     def advance(self, got: int) -> None:
         """So many bytes have come, at least one."""
@@ -176,12 +196,11 @@ class RemoteReads:
     def _turn(self, stream: _Stream, *, alone: bool) -> None:
         """Read what has come. With nobody else to look at, wait for all of it."""
         ask = stream.ask
-        source = stream.connection.source(ask.until)
         turn_ends = stream.received + _TURN_BYTES
         try:
             while alone or stream.received < turn_ends:
                 while stream.wanted:
-                    got = source(stream.wanted) if alone else _at_once(stream.connection.sock, stream.wanted)
+                    got = stream.wait() if alone else stream.at_once()
                     if got == 0:
                         raise ConnectionError("peer closed the connection in mid-answer")
                     stream.advance(got)
@@ -304,10 +323,3 @@ class RemoteReads:
         else:
             self._peers.undecided(ask.peer)
         self._plan.ended(ask, reason, blame=at_fault, stay=not at_fault)
-
-
-def _at_once(sock: socket.socket, views: list[memoryview]) -> int:
-    """What is there, up to all of it. Raises BlockingIOError when nothing is; 0 is the end."""
-    if len(views) == 1:
-        return sock.recv_into(views[0], 0, socket.MSG_DONTWAIT)
-    return sock.recvmsg_into(views, 0, socket.MSG_DONTWAIT)[0]

@@ -54,6 +54,14 @@ class Mover:
         with contextlib.suppress(OSError):  # not in every sandbox: then we look who our parent is
             self._engine = os.pidfd_open(engine_pid)
 
+    def close(self) -> None:
+        """Let go of everything but the link. A mover's process just ends."""
+        self._peers.close()
+        self.memory.close()
+        if self._engine is not None:
+            os.close(self._engine)
+            self._engine = None
+
     def wait(self, wire: Wire) -> bool:
         """Until there is a batch, or the engine is gone (False). Meanwhile a node that ends is let go of."""
         while True:
