@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -189,8 +189,8 @@ def master_command(
     metrics: Annotated[str, typer.Option(help="host:port of /metrics, or off.")] = "off",
     heartbeat_s: Annotated[float, typer.Option(help="How often nodes report.", min=0.05, max=60)] = 1.0,
     ttl_s: Annotated[float, typer.Option(help="Pages of a node silent for so long are not offered.", min=0.1, max=600)] = 5.0,
-    max_keys: Annotated[int, typer.Option(help="Most keys in the directory, about 200 bytes each.", min=1)] = 50_000_000,
-    max_bytes: Annotated[str, typer.Option(help="Most memory of the directory, such as 16gb; 0: as max-keys needs.")] = "0",
+    max_keys: Annotated[int, typer.Option(help="Most keys in the directory, 70 to 140 bytes each.", min=1)] = 50_000_000,
+    max_bytes: Annotated[str, typer.Option(help="Most memory of the directory, such as 16gb; 0: what max-keys needs.")] = "0",
     log_level: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_LOG_LEVEL", help="As for node.")] = "info",
 ) -> None:
     """Run a metadata master. Several are equals: give nodes all of their addresses."""
@@ -202,14 +202,12 @@ def master_command(
     from hicache_mooncake.config_values import parse_advertise, parse_cluster, parse_shard
 
     problem = ""
-    limits: dict[str, Any] = {"max_keys": max_keys}
     try:
         address = join_address(*split_address(listen))
         parse_advertise(advertise)
         parse_cluster(cluster)
         part = parse_shard(shard)
-        if parse_size(max_bytes):
-            limits["max_bytes"] = parse_size(max_bytes)
+        most_bytes = parse_size(max_bytes) or None
         if cluster and not etcd:
             problem = f"--cluster {cluster} names a cluster in etcd: give --etcd as well"
         metrics_address = str(BY_ATTRIBUTE["metrics"].parse(metrics))
@@ -234,13 +232,14 @@ def master_command(
             metrics_address or None,
             heartbeat_s=heartbeat_s,
             ttl_s=ttl_s,
+            max_keys=max_keys,
+            max_bytes=most_bytes,
             shard=part,
             key=key,
             allow_unauthenticated=allow_unauthenticated,
             etcd=etcd or None,
             cluster=cluster,
             advertise=advertise,
-            **limits,
         )
     except MasterError as error:
         logging.getLogger("hicache_master").error("the master cannot start: %s", error)
