@@ -17,6 +17,8 @@ class Ending:
     def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
         self.by: signal.Signals | None = None
         """The first of them that came."""
+        self.times = 0
+        """How many came."""
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
         self._poll.register(self._event, select.POLLIN)
@@ -25,6 +27,7 @@ class Ending:
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         self.by = self.by or signal.Signals(signum)
+        self.times += 1
         with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._event, 1)
 

@@ -16,39 +16,39 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
+import random
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.node.store import Store
+from hicache_mooncake.node.asking import AskMasters, Told
+from hicache_mooncake.node.heat import Heat
+from hicache_mooncake.node.link_session import Usage
+from hicache_mooncake.node.placement import Placement
+from hicache_mooncake.node.spill import GiveSteps, Spill
+from hicache_mooncake.node.store import GUEST, OWN, Store
 
 LOOKUP_TIMEOUT_S = 0.5
+STUCK_S = 60.0
+"""What is being written for longer belongs to somebody who hangs."""
+STALLED_S = 10.0
+CLEARED_S = 10.0
+"""Other nodes may hear of a clear this much later: what they give or have until then may be of before it."""
+REPLICA_CHECK_S = 5.0
+MAX_TAKING = 32
+"""Pushes that are taken at once."""
+_EVICT_SLICE = 256
+_GIVING_S = 5.0
+"""Pages that nobody took are evicted for so long, before giving them away is waited for again."""
 _MAX_REASONS = 100
+_MAX_CLEARED = 4096
+_WANT_ROOM = 0.9
+"""Of the low watermark: how full a node is when it begins to ask who has room."""
 
 Report = dict[str, int | float | str | bool]
 Log = Callable[[int, str, str], None]
 """Level, kind (lines of one kind are bounded), text."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AskMasters:
-    """Yielded by a step: who holds these pages? To be answered within `timeout_s`."""
-
-    questions: list[p.Question]
-    timeout_s: float
-
-
-class Told(Protocol):
-    """What the masters answered: one answer a question. `complete` False: a shard of the directory did not answer, and its
-    keys count as absent. `warming`: one of those that answered does not know of everything yet."""
-
-    @property
-    def answers(self) -> Sequence[p.Answer]: ...
-    @property
-    def complete(self) -> bool: ...
-    @property
-    def warming(self) -> bool: ...
 
 
 _T = TypeVar("_T")
@@ -63,6 +63,23 @@ class Writing:
     namespace: bytes
     since: float
     void: bool = False
+    pushed: bool = False
+    """Another node gives these pages."""
+    replicas: bool = False
+    """They are fetched from another node and stay here."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taking:
+    """Pages that another node wants to give: what to answer, and where the bodies of the WRITE keys go."""
+
+    txn: int
+    reply: p.PushReply
+    offsets: list[int]
+    hashes: bytes
+    """Of the WRITE keys."""
+    checksums: list[int]
+    """What these must have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,26 +89,53 @@ class Served:
     pin: int
     reply: p.FetchReply
     offsets: list[int]
+    length: int
 
 
 class NodeCore:
     """Not thread-safe: one lock around every call and every step of a generator. Owners are connections, as in `Store`.
 
-    `masters` says whether there is one to ask. Raises ProtocolError for messages that cannot be: the connection they came from
-    must be closed."""
+    `masters` says whether there is one to ask, `replicate_after` how many fetches within a minute make another node's page a
+    replica here (0: none). Raises ProtocolError for messages that cannot be: the connection they came from must be closed."""
 
-    def __init__(self, name: str, incarnation: bytes, store: Store, *, masters: bool, log: Log) -> None:
+    def __init__(
+        self,
+        name: str,
+        incarnation: bytes,
+        store: Store,
+        *,
+        masters: bool,
+        log: Log,
+        rng: random.Random | None = None,
+        spill: bool = False,
+        replicate_after: int = 0,
+    ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.store = store
         self.masters = masters
-        self._log = log
-        self._writing: dict[int, Writing] = {}
-        self._expire_at = 0.0
+        self.placement = Placement(rng or random.Random(name))
+        """Its `update` wants every room table that the masters give."""
+        self.spilling = Spill(name, store, self.placement)
+        self.draining = False
+        """The node ends: nothing new is stored here."""
         self.missed: Counter[str] = Counter()
         """What the ranks of this host report: misses by reason."""
-        self.peers_down: Counter[str] = Counter()
-        """Nodes that movers of this host could not read from, since the shell last took it (`take_peers_down`)."""
+        self.sent_bytes = 0
+        self.taken = self.taken_bytes = self.pushes_refused = self.replicated = 0
+        self._spill = spill and masters
+        self._heat = Heat(replicate_after)
+        self._log = log
+        self._writing: dict[int, Writing] = {}
+        self._cleared: OrderedDict[bytes, float] = OrderedDict()
+        """Namespaces cleared lately: when."""
+        self._peers_down: Counter[str] = Counter()
+        self._brim_bytes = (store.high_bytes + store.allocator.capacity) // 2
+        self._nobody_took_at = float("-inf")
+        self._expire_at = 0.0
+        self._ticked_at = float("inf")
+        self._pins_expired_at = float("-inf")
+        self._replicas_at = 0.0
 
     # ------------------------------------------------------------------ ranks and movers
 
@@ -181,8 +225,10 @@ class NodeCore:
                 reason = _why_absent(told)
         txn = 0
         room: list[int] = []
-        wanted = [i for i in missing if status[i] == p.REMOTE] if message.shared else []
-        if wanted:
+        wanted = [i for i in missing if status[i] == p.REMOTE]
+        if not message.shared:
+            wanted = self._hot(message, wanted, now)
+        if wanted and not self.draining and not self._cleared_lately(namespace, now):
             # Another rank may have brought some of them here while the master was asked.
             self.store.release(owner, pin)
             pin, here, places, checksum = self.store.locate(owner, namespace, message.hashes, length, now, touch=False)
@@ -193,10 +239,19 @@ class NodeCore:
             hashes = p.select_hashes(message.hashes, wanted)
             txn, column, room = self.store.claim(owner, namespace, hashes, length, now, message.group, message.hashes)
             if room:
-                self._writing[txn] = Writing(owner, namespace, now)
+                self._writing[txn] = Writing(owner, namespace, now, replicas=True)
             for i, claim in zip(wanted, column, strict=True):
-                status[i] = claim
+                if message.shared or claim == p.FETCH:  # for a page that is only hot nobody waits
+                    status[i] = claim
         return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room, others)
+
+    def _hot(self, message: p.Locate, remote: list[int], now: float) -> list[int]:
+        """Which of these are to stay here, since this host's engines fetch them again and again."""
+        if message.wait_s > 0:
+            return []  # the same fetch once more
+        size = p.HASH_BYTES
+        fetched, namespace, hashes = self._heat.fetched, message.namespace, message.hashes
+        return [i for i in remote if fetched(namespace, hashes[i * size : (i + 1) * size], now)]
 
     def release(self, owner: int, message: p.Release) -> None:
         self.store.release(owner, message.pin, loaded=message.loaded)
@@ -210,18 +265,21 @@ class NodeCore:
         for node in message.peer_down:
             text = f"a mover could not read from node {node}; its pages are misses here until it answers again"
             self._log(logging.WARNING, f"peer {node}", text)
-            if len(self.peers_down) < _MAX_REASONS or node in self.peers_down:
-                self.peers_down[node] += 1
+            if len(self._peers_down) < _MAX_REASONS or node in self._peers_down:
+                self._peers_down[node] += 1
 
     def take_peers_down(self) -> dict[str, int]:
         """How often reads from other nodes failed, by node, since the last call."""
-        taken, self.peers_down = dict(self.peers_down), Counter()
+        taken, self._peers_down = dict(self._peers_down), Counter()
         return taken
 
     def reserve(self, owner: int, message: p.Reserve, now: float) -> p.Reserved:
         p.count_hashes(message.hashes)
         if message.length <= 0:
             raise p.ProtocolError(f"object of {message.length} bytes")
+        if self.draining:
+            count = len(message.hashes) // p.HASH_BYTES
+            return p.Reserved(0, bytes([p.REFUSED]) * count, [0] * count)
         txn, status, where = self.store.reserve(owner, message.namespace, message.hashes, message.length, message.group)
         if p.WRITE in status:
             self._writing[txn] = Writing(owner, message.namespace, now)
@@ -235,7 +293,10 @@ class NodeCore:
             del self._writing[txn]
             if writing.void:
                 ok = bytes(len(ok))
-        return self.store.commit(owner, txn, ok, checksums)
+        done = self.store.commit(owner, txn, ok, checksums)
+        if writing is not None and writing.replicas:
+            self.replicated += done.count(1)
+        return done
 
     def drop_owner(self, owner: int) -> None:
         """A connection ended: its pins and what it did not commit are over."""
@@ -243,8 +304,12 @@ class NodeCore:
         for txn in [txn for txn, writing in self._writing.items() if writing.owner == owner]:
             del self._writing[txn]
 
-    def clear(self, namespace: bytes) -> int:
+    def clear(self, namespace: bytes, now: float) -> int:
         """Forget a namespace, and whatever of it is being written. Returns how many objects that was."""
+        self._cleared.pop(namespace, None)
+        self._cleared[namespace] = now
+        if len(self._cleared) > _MAX_CLEARED:
+            self._cleared.popitem(last=False)
         for writing in self._writing.values():
             writing.void |= writing.namespace == namespace
         return self.store.clear(namespace)
@@ -258,25 +323,122 @@ class NodeCore:
             owner, fetch.namespace, fetch.hashes, fetch.length, now, touch=fetch.touch
         )
         reply = p.FetchReply(self.name, self.incarnation, bytes(status), checksum, fetch.id)
-        return Served(pin, reply, [at for at, s in zip(where, status, strict=True) if s == p.LOCAL])
+        return Served(pin, reply, [at for at, s in zip(where, status, strict=True) if s == p.LOCAL], fetch.length)
 
     def fetched(self, owner: int, served: Served, sent: int) -> None:
         """The sending is over: so many of the bodies went out whole."""
         self.store.release(owner, served.pin, loaded=sent)
+        self.sent_bytes += sent * served.length
+
+    def push_offer(self, owner: int, push: p.Push, now: float) -> Taking:
+        """Another node wants to give pages away. Room is made for none of them: what is free below the low watermark decides.
+        The room belongs to `owner` until `push_done`, or `drop_owner` when nothing can write to it any more."""
+        count = p.count_hashes(push.hashes)
+        if push.length <= 0 or len(push.checksum) != count:
+            raise p.ProtocolError(f"{count} pushed pages of {push.length} bytes with {len(push.checksum)} checksums")
+        taking = sum(writing.pushed for writing in self._writing.values())
+        fits = min(count, self.store.free_below_low // push.length)
+        if self.draining or taking >= MAX_TAKING or self._cleared_lately(push.namespace, now):
+            fits = 0
+        txn, status, where = self.store.reserve(
+            owner,
+            push.namespace,
+            push.hashes[: fits * p.HASH_BYTES],
+            push.length,
+            push.group,
+            rank=OWN if push.hot else GUEST,
+            evict=False,
+        )
+        wanted = [i for i, s in enumerate(status) if s == p.WRITE]
+        if wanted:
+            self._writing[txn] = Writing(owner, push.namespace, now, pushed=True)
+        column = bytes(status) + bytes([p.REFUSED]) * (count - fits)
+        self.pushes_refused += column.count(p.REFUSED)
+        return Taking(
+            txn,
+            p.PushReply(column, push.id),
+            [where[i] for i in wanted],
+            p.select_hashes(push.hashes, wanted),
+            [push.checksum[i] for i in wanted],
+        )
+
+    def push_done(self, owner: int, taking: Taking, whole: bytes, length: int) -> bytes:
+        """All bodies have been received; those marked in `whole` with the checksum that they must have. One byte a WRITE key:
+        1 where it is stored now."""
+        done = self.commit(owner, taking.txn, whole, taking.checksums)
+        self.taken += done.count(1)
+        self.taken_bytes += done.count(1) * length
+        return done
+
+    def _cleared_lately(self, namespace: bytes, now: float) -> bool:
+        at = self._cleared.get(namespace)
+        return at is not None and now - at < CLEARED_S
 
     # ------------------------------------------------------------------ housekeeping
 
     def tick(self, now: float) -> int:
         """A slice of housekeeping, a few hundred objects at most. Returns how many went: call again at once while it is not 0,
         and a few times a second otherwise."""
+        self._ticked_at = now
         if now >= self._expire_at:
-            self.store.expire_pins(now)
+            if self.store.expire_pins(now):
+                self._pins_expired_at = now
             self._expire_at = now + 1.0
-        return self.store.evict_to_low() + self.store.sweep()
+        swept = self.store.sweep()
+        if self.give_due(now) and now - self._nobody_took_at > _GIVING_S and self.store.used_bytes < self._brim_bytes:
+            return swept  # it will be given away: nothing needs to be lost
+        return swept + self.store.evict_to_low(_EVICT_SLICE)
+
+    def give_due(self, now: float) -> bool:
+        """Should `give` run?"""
+        return self._spill and not self.draining and self.spilling.due(now)
+
+    def give(self, owner: int, now: float) -> GiveSteps:
+        """Give one batch of pages to nodes with room: cold ones, or the hottest of a node that ends. `owner` is the giver's,
+        and has one batch at a time. Returns 0 when there was nothing to do or nobody took it."""
+        if self.draining:
+            return (yield from self.spilling.hand_over(owner, now))
+        gone = yield from self.spilling.spill(owner, now)
+        if not gone:
+            self._nobody_took_at = now
+        return gone
+
+    def check_replicas(self, now: float) -> Steps[int]:
+        """Every few seconds: replicas that nobody else holds any more become own pages. Returns how many."""
+        if not self.masters or now < self._replicas_at:
+            return 0
+        self._replicas_at = now + REPLICA_CHECK_S
+        return (yield from self.spilling.check_replicas())
+
+    def usage(self) -> Usage:
+        """What the masters are told with every beat."""
+        stats = self.store.stats
+        return Usage(
+            used_bytes=self.store.used_bytes,
+            capacity_bytes=self.store.allocator.capacity,
+            objects=self.store.objects,
+            hits=stats.hit_keys,
+            lookups=stats.lookup_keys,
+            sent_bytes=self.sent_bytes,
+            room_bytes=0 if self.draining else self.store.free_below_low,
+            want_room=self.draining or (self._spill and self.store.used_bytes > _WANT_ROOM * self.store.low_bytes),
+        )
+
+    def problems(self, now: float) -> list[str]:
+        """What is not as it should be, a sentence each: nothing moves though everything answers."""
+        found: list[str] = []
+        if now - self._ticked_at > STALLED_S:
+            found.append(f"housekeeping has stood still for {now - self._ticked_at:.0f} s")
+        oldest = min((writing.since for writing in self._writing.values()), default=now)
+        if now - oldest > STUCK_S:
+            found.append(f"a writer has held room for {now - oldest:.0f} s without an end: its mover or engine hangs")
+        if now - self._pins_expired_at < STUCK_S:
+            found.append("a reader held pages until its pin expired: its mover or engine hangs")
+        return found
 
     def report(self, now: float) -> Report:
         """Figures for people and metrics; counters since start."""
-        stats = self.store.stats
+        stats, counts = self.store.stats, self.spilling.counts
         report: Report = {
             "capacity_bytes": self.store.allocator.capacity,
             "used_bytes": self.store.used_bytes,
@@ -299,12 +461,26 @@ class NodeCore:
             "pin_limit": stats.reasons["pin_limit"],
             "wrong_length": stats.reasons["wrong_length"],
             "headless": stats.reasons["headless"],
+            "draining": self.draining,
+            "spilled": counts.spilled,
+            "spilled_bytes": counts.spilled_bytes,
+            "spill_duplicates": counts.spill_duplicates,
+            "spill_failures": counts.spill_failures,
+            "handed_over": counts.handed_over,
+            "handed_over_bytes": counts.handed_over_bytes,
+            "taken": self.taken,
+            "taken_bytes": self.taken_bytes,
+            "pushes_refused": self.pushes_refused,
+            "replicated": self.replicated,
+            "replicas_kept": counts.replicas_kept,
         }
         return report | {f"client miss: {reason}": count for reason, count in sorted(self.missed.items())}
 
     def validate(self) -> None:
         """Everything that must hold between two calls; tests run it after every event."""
         self.store.validate()
+        assert len(self._cleared) <= _MAX_CLEARED
+        assert sum(writing.pushed for writing in self._writing.values()) <= MAX_TAKING
 
 
 def _why_absent(told: Told | None) -> str:

@@ -1,6 +1,7 @@
-"""The node's TCP port: other hosts' movers ask for pages by key and get them straight from the segment.
+"""The node's TCP port: other hosts' movers ask for pages by key and get them straight from the segment; other nodes push pages.
 
-A page is pinned while it is sent. A reader that stops reading is cut off at the send deadline, and its pins with it.
+A page is pinned while it is sent. A reader that stops reading is cut off at the send deadline, and its pins with it. The room
+that pages are pushed into belongs to the push: it is freed by the thread that wrote to it, and by nobody else.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ import threading
 import time
 from typing import Protocol
 
+import xxhash
+
 from hicache_mooncake import protocol as p
+from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.quiet import QuietLog
+from hicache_mooncake.security import HANDSHAKE_S
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping
 
@@ -23,7 +28,9 @@ log = logging.getLogger(__name__)
 _MAX_READERS = 8192
 """One a rank of each other host."""
 _SEND_DEADLINE_S = 10.0
+_TAKE_DEADLINE_S = 20.0
 _IDLE_S = 600.0
+_CHUNK = 256 << 10
 
 
 class Holder(Protocol):
@@ -34,8 +41,13 @@ class Holder(Protocol):
     lock: threading.Lock
     """Held around every call of the core."""
     segment: Mapping
+    data_key: bytes
+    """What proves membership; empty: nothing does."""
 
     def new_owner(self) -> int: ...
+
+    def changed(self) -> None:
+        """The masters should hear of it."""
 
 
 class DataServer:
@@ -52,6 +64,9 @@ class DataServer:
         self.sent_bytes = 0
         self.failed_readers = 0
         self.refused_readers = 0
+        self._sending = 0
+        """Reads under way; this and `_sent_at` are written under the node's lock."""
+        self._sent_at = float("-inf")
 
     def start(self) -> None:
         threading.Thread(target=self._accept, name="data-accept", daemon=True).start()
@@ -73,6 +88,11 @@ class DataServer:
                 "remote_failed_readers": self.failed_readers,
                 "remote_refused_readers": self.refused_readers,
             }
+
+    def quiet_for(self) -> float:
+        """Seconds since somebody read last."""
+        with self._node.lock:
+            return 0.0 if self._sending else time.monotonic() - self._sent_at
 
     def _accept(self) -> None:
         while not self._stopping:
@@ -105,12 +125,19 @@ class DataServer:
     def _serve(self, sock: socket.socket) -> None:
         try:
             tcp.prepare(sock)
+            tcp.accept_proof(sock, self._node.data_key, self._node.name, time.monotonic() + HANDSHAKE_S)
             while True:
                 try:
-                    fetch = tcp.receive_message(sock, tcp.fetch_decoder, time.monotonic() + _IDLE_S)
+                    message = tcp.receive_message(sock, tcp.request_decoder, time.monotonic() + _IDLE_S)
                 except TimeoutError:
                     return  # idle: the reader connects again when it needs to
-                self._answer(sock, fetch)
+                match message:
+                    case p.Fetch():
+                        self._answer(sock, message)
+                    case p.Push():
+                        self._take(sock, message)
+                    case _:
+                        raise p.ProtocolError(f"unexpected {type(message).__name__}")
         except ConnectionError:
             pass
         except (OSError, TimeoutError, p.ProtocolError) as error:
@@ -128,14 +155,12 @@ class DataServer:
     def _answer(self, sock: socket.socket, fetch: p.Fetch) -> None:
         deadline = time.monotonic() + _SEND_DEADLINE_S
         tcp.set_timeouts(sock, _SEND_DEADLINE_S)
-        if not p.PROTOCOL_MIN <= fetch.version <= p.PROTOCOL_MAX:
-            reason = f"node {self._node.name} speaks protocol {p.PROTOCOL_MIN}..{p.PROTOCOL_MAX}, not {fetch.version}"
-            tcp.send_message(sock, p.Refused(reason))
-            raise p.ProtocolError(f"reader {fetch.requester} speaks protocol {fetch.version}")
+        self._check_version(sock, fetch.version, fetch.requester)
         node = self._node
         owner = node.new_owner()
         with node.lock:
             served = node.core.fetch(owner, fetch, time.monotonic())
+            self._sending += 1
         sent = 0
         try:
             tcp.send_message(sock, served.reply)
@@ -145,6 +170,67 @@ class DataServer:
         finally:
             with node.lock:
                 node.core.fetched(owner, served, sent)
+                self._sending -= 1
+                self._sent_at = time.monotonic()
         with self._lock:
             self.sent_pages += sent
             self.sent_bytes += sent * fetch.length
+
+    def _take(self, sock: socket.socket, push: p.Push) -> None:
+        """Pages that another node gives away: what there is room for, each checked before it counts."""
+        deadline = time.monotonic() + _TAKE_DEADLINE_S
+        tcp.set_timeouts(sock, _SEND_DEADLINE_S)
+        self._check_version(sock, push.version, push.requester)
+        node = self._node
+        owner = node.new_owner()
+        try:
+            with node.lock:
+                taking = node.core.push_offer(owner, push, time.monotonic())
+            tcp.send_message(sock, taking.reply)
+            if not taking.offsets:
+                return
+            whole = bytearray()
+            column = zip(taking.offsets, taking.checksums, range(0, len(taking.hashes), p.HASH_BYTES), strict=True)
+            for offset, checksum, at in column:
+                seed = checksum_seed(push.namespace, taking.hashes[at : at + p.HASH_BYTES])
+                body = node.segment.view[offset : offset + push.length]
+                whole.append(_receive(sock, body, seed, deadline) == checksum)
+            if 0 in whole:
+                text = f"{whole.count(0)} of {len(whole)} pages that node {push.requester} pushed had a wrong checksum"
+                self._quiet(logging.ERROR, "push checksum", text)
+            with node.lock:
+                done = node.core.push_done(owner, taking, bytes(whole), push.length)
+            node.changed()
+            tcp.set_timeouts(sock, _SEND_DEADLINE_S)
+            tcp.send_message(sock, p.Pushed(done, push.id))
+        finally:
+            with node.lock:
+                node.core.drop_owner(owner)
+
+    def _check_version(self, sock: socket.socket, version: int, requester: str) -> None:
+        if not p.PROTOCOL_MIN <= version <= p.PROTOCOL_MAX:
+            reason = f"node {self._node.name} speaks protocol {p.PROTOCOL_MIN}..{p.PROTOCOL_MAX}, not {version}"
+            tcp.send_message(sock, p.Refused(reason))
+            raise p.ProtocolError(f"reader {requester} speaks protocol {version}")
+
+
+def _receive(sock: socket.socket, body: memoryview, seed: int, deadline: float) -> int:
+    """Fill `body`, and return its xxh3-64 as it has arrived."""
+    digest = xxhash.xxh3_64(seed=seed)
+    for at in range(0, len(body), _CHUNK):
+        chunk = body[at : at + _CHUNK]
+        rest = chunk
+        while rest:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("peer pushes too slowly")
+            tcp.set_timeouts(sock, left)
+            try:
+                got = sock.recv_into(rest, 0, socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise TimeoutError("peer stopped pushing") from error
+            if not got:
+                raise ConnectionError("peer closed the connection in mid-body")
+            rest = rest[got:]
+        digest.update(chunk)
+    return digest.intdigest()

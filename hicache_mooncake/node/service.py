@@ -18,21 +18,26 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings, join_address, split_address
 from hicache_mooncake.ending import Ending
-from hicache_mooncake.node.core import LOOKUP_TIMEOUT_S, AskMasters, NodeCore, Report, Steps, Told
+from hicache_mooncake.node.asking import AskMasters, Told
+from hicache_mooncake.node.core import LOOKUP_TIMEOUT_S, NodeCore, Report, Steps
 from hicache_mooncake.node.data_server import DataServer
+from hicache_mooncake.node.drain import drain
+from hicache_mooncake.node.giver import Giver
+from hicache_mooncake.node.link_session import Busy
 from hicache_mooncake.node.master_link import DEFAULT_MASTER_PORT, JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.metrics import NodeMetrics
 from hicache_mooncake.node.store import Store
 from hicache_mooncake.observe import Observatory
 from hicache_mooncake.quiet import QuietLog
+from hicache_mooncake.security import ClusterKey, SecurityError
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
 from hicache_mooncake.transfer.tcp import listen
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
@@ -45,17 +50,13 @@ _MAX_CONNECTIONS = 1024
 _HOUSEKEEPING_S = 0.05
 _SEND_TIMEOUT_S = 5.0
 _SNAPSHOT_PART_KEYS = 16_384
+_BRIEFLY_S = 0.02
+_HEALTH_LOCK_S = 2.0
+_MASTERS_AWAY_S = 30.0
+"""Masters may be away for so long before the node says that it is not well."""
 _LONGEST_WAIT_S = 10.0
 
 _T = TypeVar("_T")
-
-
-class Answers(NamedTuple):
-    """`Told`, of a master that has told everything."""
-
-    answers: list[p.Answer]
-    complete: bool = True
-    warming: bool = False
 
 
 class NodeError(Exception):
@@ -88,8 +89,21 @@ class Node:
         self._last_client_at = time.monotonic()
         self.connections_refused = 0
         self._quiet = QuietLog(log)
-        self.core = NodeCore(self.name, self.incarnation, self.store, masters=bool(settings.masters), log=self._quiet)
+        self.core = NodeCore(
+            self.name,
+            self.incarnation,
+            self.store,
+            masters=bool(settings.masters),
+            log=self._quiet,
+            rng=random.Random(),
+            spill=settings.spill,
+            replicate_after=settings.replicate_after,
+        )
+        self.data_key = b""
+        self.giver = Giver(self)
         self.started_at = time.monotonic()
+        self._joined_at = self.started_at
+        """When a master was last known to answer."""
 
     # ------------------------------------------------------------------ life
 
@@ -106,6 +120,7 @@ class Node:
 
     def _start(self) -> None:
         sys.setswitchinterval(0.0005)  # many short handlers, no long computation: nobody should wait 5 ms for a turn
+        key = self._load_key()
         unix = self._listen_unix()
         self.segment_fd, self.segment = self._make_segment()
         try:
@@ -116,8 +131,16 @@ class Node:
         host, port = self._advertised(*tcp.getsockname()[:2])
         self.data_address = join_address(host, port)
         self.data = DataServer(self, tcp)
-        facts = JoinFacts(self.name, self.incarnation, host, port, self.store.allocator.capacity)
-        self.link = MasterLink(self.settings.masters, lambda: facts, self, self._clear_from_master, log=log)
+        capacity, host_id = self.store.allocator.capacity, self.settings.host_id
+        self.link = MasterLink(
+            self.settings.masters,
+            lambda: JoinFacts(self.name, self.incarnation, host, port, capacity, host_id, self.core.draining),
+            self,
+            self._clear_from_master,
+            log=log,
+            key=key,
+            allow_unauthenticated=self.settings.allow_unauthenticated,
+        )
         self._cleanup.callback(self.link.close)
         if self.settings.metrics:
             try:
@@ -131,6 +154,8 @@ class Node:
         self.data.start()
         self._cleanup.callback(self.data.stop)
         self.link.start()
+        self.giver.start()
+        self._cleanup.callback(self.giver.stop)
         self._thread(self._housekeeping, "housekeeping")
         unix.listen(256)  # only now: whoever can connect can be served
         self._thread(lambda: self._accept(unix), "accept")
@@ -147,6 +172,10 @@ class Node:
             __version__,
         )
 
+    def drain(self, interrupted: Callable[[], bool]) -> None:
+        """Before `stop`: let others have what is hot here, and who reads come to an end. Takes `drain_s` and 1.5 s at most."""
+        drain(self, self.settings.drain_s, interrupted)
+
     def stop(self) -> None:
         if self._stopping.is_set():
             return
@@ -157,12 +186,23 @@ class Node:
             wires = list(self._connections.values())
         for wire in wires:
             wire.shutdown()
+        self.link.close()  # first: nobody is to be told of pages that are no longer served
         self._cleanup.close()
 
     def idle_seconds(self) -> float:
         """How long no rank has been connected."""
         with self._connections_lock:
             return 0.0 if self._connections else time.monotonic() - self._last_client_at
+
+    def _load_key(self) -> ClusterKey | None:
+        if not self.settings.key_file:
+            return None
+        try:
+            key = ClusterKey.load(self.settings.key_file)
+        except SecurityError as error:
+            raise NodeError(str(error)) from error
+        self.data_key = key.data_key
+        return key
 
     def _listen_unix(self) -> socket.socket:
         path = Path(self.settings.socket)
@@ -281,8 +321,10 @@ class Node:
                 self.connections_refused += 1
                 wire.send(p.Refused(reason), deadline=time.monotonic() + _SEND_TIMEOUT_S)
                 return
-            welcome = p.Welcome(version, self.name, self.incarnation, self.segment.length)
-            fds = [self.segment_fd] if hello.role in ("load", "store") else []
+            moves = hello.role in ("load", "store")
+            data_key = self.data_key if moves else b""
+            welcome = p.Welcome(version, self.name, self.incarnation, self.segment.length, data_key)
+            fds = [self.segment_fd] if moves else []
             wire.send(welcome, fds, time.monotonic() + _SEND_TIMEOUT_S)
             while True:
                 answer = self._handle(owner, wire.receive(_from_client))
@@ -313,11 +355,20 @@ class Node:
             case p.Locate() if message.wait_s > 0:
                 self._wait_for_claims(message)
         answer = self._drive(self.core.handle(owner, message, time.monotonic()))
-        if isinstance(message, p.Commit):
-            with self.lock:
-                self._unclaimed.notify_all()
-        if isinstance(message, p.Reserve | p.Commit) or (isinstance(message, p.Release) and message.bad):
-            self.link.notify()
+        match message:
+            case p.Commit():
+                with self.lock:
+                    self._unclaimed.notify_all()
+                self.link.notify()
+            case p.Reserve():
+                self.link.notify()
+            case p.Release():
+                if message.bad:
+                    self.link.notify()
+                if message.peer_down:
+                    with self.lock:
+                        failed = self.core.take_peers_down()
+                    self.link.report(failed)
         return answer
 
     def _drive(self, steps: Steps[_T]) -> _T:
@@ -327,15 +378,20 @@ class Node:
             with self.lock:
                 ask = next(steps)
             while True:
-                told = self._ask(ask)
+                told = self.ask(ask)
                 with self.lock:
                     ask = steps.send(told)
         except StopIteration as end:
             return cast(_T, end.value)
 
-    def _ask(self, ask: AskMasters) -> Told | None:
-        answers = self.link.lookup(ask.questions, ask.timeout_s)
-        return None if answers is None else Answers(answers)
+    def ask(self, ask: AskMasters) -> Told | None:
+        return self.link.lookup(ask.questions, ask.timeout_s)
+
+    def room(self) -> Sequence[p.Room]:
+        return self.link.room()
+
+    def changed(self) -> None:
+        self.link.notify()
 
     def _wait_for_claims(self, message: p.Locate) -> None:
         until = time.monotonic() + min(message.wait_s, _LONGEST_WAIT_S)
@@ -345,28 +401,41 @@ class Node:
 
     def clear(self, namespace: bytes, *, everywhere: bool) -> int:
         with self.lock:
-            dropped = self.core.clear(namespace)
+            dropped = self.core.clear(namespace, time.monotonic())
         if everywhere:
             self.link.clear_namespace(namespace)
         self.link.notify()
         log.info("cleared %d objects of namespace %s", dropped, namespace.hex())
         return dropped
 
-    def _clear_from_master(self, namespace: bytes) -> None:
-        self.clear(namespace, everywhere=False)
+    # ------------------------------------------------------------------ what the master link reads; it must not wait for long
 
-    # ------------------------------------------------------------------ what the master link reads
+    @contextlib.contextmanager
+    def _briefly(self) -> Iterator[None]:
+        """The lock, or Busy."""
+        if not self.lock.acquire(timeout=_BRIEFLY_S):
+            raise Busy
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    def _clear_from_master(self, namespace: bytes) -> None:
+        with self._briefly():
+            dropped = self.core.clear(namespace, time.monotonic())
+        self.link.notify()
+        log.info("cleared %d objects of namespace %s, as another node asked", dropped, namespace.hex())
 
     def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
-        with self.lock:
+        with self._briefly():
             return self.store.drain_changes(limit)
 
     def changes_lost(self) -> bool:
-        with self.lock:
+        with self._briefly():
             return self.store.changes_lost
 
     def snapshot(self) -> Iterator[list[tuple[bytes, bytes]]]:
-        with self.lock:
+        with self._briefly():
             held = self.store.snapshot()
         step = _SNAPSHOT_PART_KEYS * p.HASH_BYTES
         for namespace, blob in held:
@@ -374,20 +443,15 @@ class Node:
                 yield [(namespace, blob[at : at + step])]
 
     def usage(self) -> Usage:
-        with self.lock:
-            stats = self.store.stats
-            return Usage(
-                used_bytes=self.store.used_bytes,
-                capacity_bytes=self.store.allocator.capacity,
-                objects=self.store.objects,
-                hits=stats.hit_keys,
-                lookups=stats.lookup_keys,
-            )
+        with self._briefly():
+            return self.core.usage()
 
     # ------------------------------------------------------------------ housekeeping
 
     def _housekeeping(self) -> None:
         while not self._stopping.wait(_HOUSEKEEPING_S):
+            if self.link.state in ("joined", "no master configured"):
+                self._joined_at = time.monotonic()
             went = 0
             while not self._stopping.is_set():
                 with self.lock:
@@ -404,12 +468,36 @@ class Node:
             return dict(self.core.missed)
 
     def _health(self) -> tuple[bool, dict[str, object]]:
-        report = self.report()
-        return True, {"status": "ok", "node": report["name"], "master": report["master"], "objects": report["objects"]}
+        """Not well, where starting the node anew may help. A node whose masters are away is degraded and well: its own pages
+        are served, and would be lost."""
+        master = self.link.state
+        stuck = self._stuck()
+        problems = stuck + self._masters_away(master)
+        status = "degraded" if problems else "draining" if self.core.draining else "ok"
+        answer = {"status": status, "node": self.name, "master": master, "objects": self.store.objects, "problems": problems}
+        return not stuck, answer
+
+    def _stuck(self) -> list[str]:
+        if not self.lock.acquire(timeout=_HEALTH_LOCK_S):
+            return [f"the node's lock has been held for more than {_HEALTH_LOCK_S:g} s: nothing is answered"]
+        try:
+            return self.core.problems(time.monotonic())
+        finally:
+            self.lock.release()
+
+    def _masters_away(self, master: str) -> list[str]:
+        away_s = time.monotonic() - self._joined_at
+        if master.startswith("refused"):
+            return [f"the masters do not take this node ({master}): pages of other nodes are misses here"]
+        if away_s > _MASTERS_AWAY_S:
+            return [f"no master has answered for {away_s:.0f} s ({master}): pages of other nodes are misses here"]
+        return []
 
     def report(self) -> Report:
         """What `hicache-mooncake status` shows; counters since start."""
         now = time.monotonic()
+        master = self.link.state
+        problems = self._stuck() + self._masters_away(master)
         report: Report = {
             "name": self.name,
             "incarnation": self.incarnation.hex(),
@@ -418,7 +506,10 @@ class Node:
             "socket": self.settings.socket,
             "data": self.data_address,
             "metrics": self.metrics_address,
-            "master": self.link.state,
+            "master": master,
+            "master_refused": master.startswith("refused"),
+            "degraded": bool(problems),
+            "problems": "; ".join(problems),
             "uptime_s": round(now - self.started_at, 1),
         }
         with self.lock:
@@ -443,6 +534,7 @@ def run_node(settings: Settings, *, embedded: bool = False, idle_exit_s: float |
             log.info("embedded node %s ends: no engine for %.0f s", settings.name, idle_exit_s)
             break
     if ending.by is not None:
-        log.info("node %s ends on %s", settings.name, ending.by.name)
+        log.info("node %s ends on %s; a second one ends it at once", settings.name, ending.by.name)
+        node.drain(lambda: ending.times > 1)
     node.stop()
     return 0
