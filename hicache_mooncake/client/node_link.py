@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S, Backoff
+from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
+
+log = logging.getLogger(__name__)
+_quiet = QuietLog(log)
 
 _from_node = p.decoder(p.FromNode)
 
@@ -113,6 +118,9 @@ class NodeLink:
                 raise p.ProtocolError("the node's welcome has no segment")
             try:
                 segment = Mapping(fds[0], welcome.segment_bytes, writable=True)
+            except OSError as error:
+                _quiet(logging.ERROR, "segment", f"no page can be moved, since the node's segment cannot be mapped: {error}")
+                raise NodeUnavailable("segment_map", str(error)) from error
             finally:
                 for fd in fds:
                     os.close(fd)

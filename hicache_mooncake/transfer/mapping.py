@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+import resource
 import threading
+from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -60,7 +63,7 @@ class Mapping:
         address = _libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, offset)
         if address is None or address == _MAP_FAILED:
             error = ctypes.get_errno()
-            raise OSError(error, f"mapping {length} bytes of shared memory: {os.strerror(error)}")
+            raise OSError(error, f"mapping {length} bytes of shared memory: {os.strerror(error)}{_which_limit(error, length)}")
         self.address: int = address
         self.length = length
         self._writable = writable
@@ -89,7 +92,10 @@ class Mapping:
                 self._populated.set()
 
         self._populated.clear()
-        threading.Thread(target=work, name="populate", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="populate", daemon=True).start()
+        except RuntimeError:  # no more threads: then pages are faulted in when they are first used
+            self._populated.set()
 
     def close(self) -> None:
         self._closing.set()
@@ -97,3 +103,30 @@ class Mapping:
         with contextlib.suppress(BufferError):
             self.view.release()
         _libc.munmap(self.address, self.length)
+
+
+def _which_limit(error: int, length: int) -> str:
+    """Which of this process's limits a mapping has met, as far as that can be seen, and what raises it. Memory that is locked
+    (RLIMIT_MEMLOCK) is none of them, unless the process locks all that it maps."""
+    with contextlib.suppress(OSError, ValueError):
+        if error == errno.EAGAIN:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            return (
+                f". This process locks what it maps (mlockall), and its limit of locked memory is {limit} bytes: raise it with "
+                "`ulimit -l unlimited` before it starts, or LimitMEMLOCK=infinity in its systemd unit"
+            )
+        if error != errno.ENOMEM:
+            return ""
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        if limit != resource.RLIM_INFINITY and used + length > limit:
+            return (
+                f". The limit of address space is {limit} bytes, and {used} are used: raise it with `ulimit -v unlimited` "
+                "before the process starts, or LimitAS=infinity in its systemd unit"
+            )
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with open("/proc/self/maps", "rb") as maps:
+            count = sum(1 for _ in maps)
+        if count >= most - 8:
+            return f". This process has {count} mappings, and {most} are allowed: `sysctl -w vm.max_map_count={most * 4}`"
+    return ""
