@@ -651,3 +651,19 @@ def test_a_stranger_that_says_nothing_after_the_first_message_is_cut_off_too() -
 def test_a_node_that_does_not_answer_the_handshake_costs_its_reader_no_more_than_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(TimeoutError):
         tcp.PeerConnection(p.Peer(NODE, b"i" * 16, *mute.getsockname()[:2]), soon(0.3), KEY.data_key, "1:m:0")
+
+
+def test_a_node_without_a_key_is_named_when_it_ends_the_handshake() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def keyless() -> None:
+            sock, _ = listener.accept()
+            tcp.prepare(sock)
+            tcp.receive_message(sock, tcp.request_decoder, soon())
+            sock.close()
+
+        thread = threading.Thread(target=keyless, daemon=True)
+        thread.start()
+        with pytest.raises(ConnectionError, match=f"node {NODE} broke off instead of proving itself"):
+            tcp.PeerConnection(p.Peer(NODE, b"i" * 16, *listener.getsockname()[:2]), soon(), KEY.data_key, "1:m:0")
+        thread.join(10)
