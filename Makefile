@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions etcd demo test test-all matrix lint bench wheel clean distclean
+.PHONY: help venv versions etcd demo test test-all matrix lint bench bench-master bench-scale wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,8 @@ help:
 	@echo "make matrix      every test, and docs/support-matrix.md from those that passed"
 	@echo "make lint        ruff check, ruff format --check, mypy --strict"
 	@echo "make bench       the benchmarks"
+	@echo "make bench-master  the master's; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares with it"
+	@echo "make bench-scale   one shard of a cluster of 1,000 nodes: messages, bytes and CPU a second"
 	@echo "make venv        only make $(VENV), 3 GB; demo and test do it when it is missing"
 	@echo "make clean       remove what was built, logs and caches; distclean: $(VENV) too"
 	@echo
@@ -64,6 +66,12 @@ lint: $(READY)
 
 bench: $(READY)
 	@$(PY) -m benchmarks.quick $(BENCH_ARGS)
+
+bench-master: $(READY)
+	@$(PY) -m benchmarks.master $(if $(MOONCAKE),--mooncake "$(MOONCAKE)") $(BENCH_ARGS)
+
+bench-scale: $(READY)
+	@$(PY) -m benchmarks.scale $(BENCH_ARGS)
 
 wheel: $(READY)
 	$(PY) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
