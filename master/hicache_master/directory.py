@@ -7,7 +7,7 @@ import random
 import sys
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import islice, repeat
+from itertools import filterfalse, islice, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -17,15 +17,15 @@ from hicache_mooncake.protocol import HASH_BYTES
 MAX_PEERS_PER_REPLY = 255
 """A holder column has one byte a key, and 0 says nobody."""
 MAX_INTERNED_VALUES = 65_536
-TABLE_KEYS = 32_768
-"""Keys a table on average, while a namespace has fewer than 256 tables. Splitting one takes some ten milliseconds."""
+TABLE_KEYS = 16_384
+"""Keys a table on average, while a namespace has fewer than 256 tables. Splitting one takes some milliseconds."""
 PREFIX_STEP = 128
 WEIGHED = 8
 """Of a page that very many hold, so many are compared; the others are as good."""
 COMPACT_PART = 8
 """A log is compacted when so small a part of it is dead."""
 COMPACT_LEAST = 64
-COMPACT_STEP = 32
+COMPACT_STEP = 16
 """Log entries looked at with a removal, and per key of it, while a log is compacted."""
 ACCOUNT_EVERY = 4_096
 
@@ -125,13 +125,9 @@ class _Held:
         if not self.read and len(self.dead) * COMPACT_PART < len(self.log):
             return 0
         before = len(self.log)
-        piece = self.log[self.read : self.read + COMPACT_LEAST + COMPACT_STEP * removed]
-        dead = self.dead
-        kept = array("Q", [key for key in piece if key not in dead])
-        if len(kept) < len(piece):
-            for key in piece:
-                dead.pop(key, None)
-        self.log[self.write : self.write + len(kept)] = kept
+        piece = self.log[self.read : self.read + COMPACT_LEAST + COMPACT_STEP * removed].tolist()
+        kept = self._bury(piece)
+        self.log[self.write : self.write + len(kept)] = array("Q", kept)
         self.read += len(piece)
         self.write += len(kept)
         if self.read >= len(self.log):
@@ -148,14 +144,18 @@ class _Held:
         start = max(len(self.log) - limit, self.read)
         piece = self.log[start:].tolist()
         del self.log[start:]
-        if self.dead:
-            dead = self.dead
-            living = [key for key in piece if key not in dead]
-            if len(living) < len(piece):
-                for key in piece:
-                    dead.pop(key, None)
-            piece = living
-        return piece, before - len(self.log)
+        return self._bury(piece), before - len(self.log)
+
+    def _bury(self, piece: list[int]) -> list[int]:
+        """The living of these keys, which leave the log; the dead ones are not dead any more."""
+        if not self.dead:
+            return piece
+        is_dead = self.dead.__contains__
+        living = list(filterfalse(is_dead, piece))
+        if len(living) < len(piece):
+            for key in filter(is_dead, piece):
+                del self.dead[key]
+        return living
 
     def entries(self) -> Iterator[int]:
         """For tests: every entry of the log."""
@@ -185,8 +185,9 @@ class Directory:
 
     Memory: a key is an int of 32 B, an entry of a dict (30 to 60 B; up to 100 B where keys come and go), and 9 B a holder in
     its log. The value is a number of 16-bit fields, one a holder: shared by all pages of one slot, else at most 32 B for up to
-    three holders. Measured: `make bench-master`, docs/scale.md. Every step is bounded: tables split one at a time, logs are
-    compacted as keys go, nodes and namespaces are dropped by `sweep`. Not thread-safe: one loop owns it.
+    three holders. Measured for a million keys (`make bench-master`): 87 B a key with one holder and 95 with two, 148 and 169
+    when all of them have been replaced twice. Every step is bounded: tables split one at a time, logs are compacted as keys
+    go, nodes and namespaces are dropped by `sweep`. Not thread-safe: one loop owns it.
     """
 
     def __init__(self, max_keys: int, rng: random.Random | None = None, max_bytes: int | None = None) -> None:
@@ -226,9 +227,9 @@ class Directory:
 
     @property
     def resident_bytes(self) -> int:
-        """An estimate of the memory that the directory takes, on the high side; it follows the tables' growth within a few
+        """An estimate of the memory that the directory takes, rather too high; it follows the tables' growth within a few
         thousand changes."""
-        return (
+        exact = (
             self._table_bytes
             + KEY_BYTES * self._keys
             + VALUE_BYTES * (self._holdings - self._keys)
@@ -236,6 +237,7 @@ class Directory:
             + DEAD_BYTES * (self._entries - self._holdings + self._buried)
             + HELD_BYTES * self._helds
         )
+        return exact * 11 // 10  # what the allocator loses
 
     def allocate(self) -> int:
         """A slot that holds nothing. The caller gives it back with `drop_node`."""
@@ -317,12 +319,22 @@ class Directory:
             return
         pages = self._pages[namespace]
         mine = node.mine
+        tables = pages.tables
         gone = []
-        for key in _keys(hashes):
-            value = pages.tables[key >> _INDEX_SHIFT].get(key, 0)
-            if value == mine or (value > _FIELD and mine in _fields(value)):
-                self._clear(pages, key, value, mine)
-                gone.append(key)
+        last = 0
+        for first, key in zip(hashes[7::HASH_BYTES], _keys(hashes), strict=True):
+            table = tables[first]
+            value = table.get(key, 0)
+            if value == mine:
+                del table[key]
+                last += 1
+            elif value > _FIELD and mine in _fields(value):
+                table[key] = self._without(value, mine)
+            else:
+                continue
+            gone.append(key)
+        pages.keys -= last
+        self._keys -= last
         held.dead.update(dict.fromkeys(gone))
         held.count -= len(gone)
         node.count -= len(gone)
@@ -363,8 +375,16 @@ class Directory:
             pages = self._pages[namespace]
             keys, shrunk = held.take(limit - looked_at)
             looked_at += max(1, shrunk)
+            last = 0
             for key in keys:
-                self._clear(pages, key, pages.tables[key >> _INDEX_SHIFT][key], node.mine)
+                table = pages.tables[key >> _INDEX_SHIFT]
+                if table[key] == node.mine:
+                    del table[key]
+                    last += 1
+                else:
+                    table[key] = self._without(table[key], node.mine)
+            pages.keys -= last
+            self._keys -= last
             dropped += len(keys)
             held.count -= len(keys)
             node.count -= len(keys)
@@ -511,18 +531,12 @@ class Directory:
             self._interned.clear()
         return self._interned.setdefault(value, value)
 
-    def _clear(self, pages: _Pages, key: int, value: int, mine: int) -> None:
-        """One holder less; `mine` is among them."""
-        table = pages.tables[key >> _INDEX_SHIFT]
-        if value == mine:
-            del table[key]
-            pages.keys -= 1
-            self._keys -= 1
-            return
+    def _without(self, value: int, mine: int) -> int:
+        """One holder less of several."""
         left = 0
         for at, field in enumerate(field for field in _fields(value) if field != mine):
             left |= field << at * _FIELD_BITS
-        table[key] = self._slots[left - 1].mine if left <= _FIELD else self._intern(left)
+        return self._slots[left - 1].mine if left <= _FIELD else self._intern(left)
 
     def _changed(self, namespace: bytes, pages: _Pages, changes: int) -> None:
         pages.changes += changes
