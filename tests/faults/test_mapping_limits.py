@@ -20,7 +20,8 @@ fd = create_memfd("big", 1 << 33)
 CASES = {
     "address space": (
         BIG
-        + "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))\nMapping(fd, 1 << 33, writable=True)",
+        + "resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))\n"
+        + "Mapping(fd, 1 << 33, writable=True)",
         ["mapping 8589934592 bytes", "address space is 4294967296 bytes", "ulimit -v unlimited", "LimitAS=infinity"],
     ),
     "mappings": (
