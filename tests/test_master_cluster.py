@@ -7,7 +7,7 @@ import logging
 import random
 
 import pytest
-from hicache_master import core as master_core
+from hicache_master import streams as master_streams
 from hicache_master.core import MasterCore
 from hicache_master.shard import Shard, make_shard
 
@@ -76,7 +76,9 @@ class Master:
                 self.beat(node, self.seq(node))
 
     def seq(self, node: str) -> int:
-        return self.core._tracks[node].seq
+        stream = self.core.streams.get(node)
+        assert stream is not None
+        return stream.seq
 
     def join(self, node: str, seq: int = 0, **more: object) -> Joined:
         joined = self.answer(Join(1, 2, node, b"i1", "10.0.0.1", 7000 + len(node), GIB, seq, **more), node.encode())  # type: ignore[arg-type]
@@ -567,7 +569,7 @@ def test_a_full_directory_says_so_and_takes_the_rest_when_there_is_room(caplog: 
 def test_updates_that_wait_for_a_snapshot_are_bounded_in_keys_and_in_number(
     master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(master_core, "MAX_LATER_UPDATES", 10)
+    monkeypatch.setattr(master_streams, "MAX_LATER_UPDATES", 10)
     master.join("a", seq=5)
     master.take(Snapshot("a", b"i1", 5, 0, False, [(NS, hashes(1))]), b"a")
     for seq in range(6, 17):

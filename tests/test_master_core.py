@@ -263,7 +263,7 @@ def test_while_a_node_sends_its_snapshot_again_its_pages_are_still_answered(mast
 
 
 def test_too_many_updates_behind_a_snapshot_break_it_off(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache_master.core.MAX_LATER_KEYS", 3)
+    monkeypatch.setattr("hicache_master.streams.MAX_LATER_KEYS", 3)
     master.join("a", seq=5)
     master.snapshot("a", 5, 0, False, 1)
     master.update("a", 6, (1, 2))

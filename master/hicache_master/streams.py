@@ -1,0 +1,300 @@
+"""Where the master stands in each node's numbered stream of updates, and what of it is in the directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hicache_mooncake.protocol import (
+    COLD,
+    DRAM,
+    NAMESPACE_BYTES,
+    ProtocolError,
+    Snapshot,
+    Update,
+    count_hashes,
+)
+
+from .directory import Directory
+from .shard import Shard
+from .stats import Stats
+
+TIERS = (DRAM, COLD)
+MAX_LATER_KEYS = 524_288
+"""Keys in updates that overtook the snapshot they follow. Past this the snapshot is asked for again."""
+MAX_LATER_UPDATES = 65_536
+FULL_SHARE = 0.9
+"""A directory that was full and has shrunk to this part of its cap takes again what it did not take then."""
+
+Columns = list[tuple[bytes, bytes]]
+"""Pairs of (namespace, blob of 32-byte hashes)."""
+
+
+class Holder(NamedTuple):
+    """What a slot of the directory stands for."""
+
+    name: str
+    tier: int
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A snapshot that has not all come. It fills slots of its own, so that what was known is answered until then."""
+
+    seq: int
+    last_part_at: float
+    slots: dict[int, int] = field(default_factory=dict)
+    next_part: int = 0
+    later: dict[int, Update] = field(default_factory=dict)
+    later_keys: int = 0
+
+
+@dataclass(slots=True)
+class Stream:
+    """One node's."""
+
+    name: str
+    incarnation: bytes
+    seq: int
+    want_snapshot: bool
+    slots: dict[int, int] = field(default_factory=dict)
+    """Tier -> slot of the directory."""
+    incoming: Incoming | None = None
+    refused: bool = False
+    """The directory was full when this node had pages to add."""
+
+    @property
+    def asks_for_snapshot(self) -> bool:
+        """Is one missing, and none on its way?"""
+        return self.want_snapshot and self.incoming is None
+
+
+class Streams:
+    """The streams of all nodes that are members, by name. Not thread-safe.
+
+    A stream that misses a number, or restarts, wants a snapshot; until that is whole, what is known stays. Updates that come
+    while it is on its way are applied at once and, if they follow it, again to it. Keys of other shards are counted and left
+    out. `version` moves when slots come or go."""
+
+    def __init__(self, directory: Directory, shard: Shard, stats: Stats) -> None:
+        self.version = 0
+        self._directory = directory
+        self._shard = shard
+        self._stats = stats
+        self._streams: dict[str, Stream] = {}
+        self._holders: dict[int, Holder] = {}
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._streams.values())
+
+    def get(self, name: str) -> Stream | None:
+        return self._streams.get(name)
+
+    def holder(self, slot: int) -> Holder:
+        """Raises KeyError for a slot that is nobody's, or of a snapshot that is not whole."""
+        return self._holders[slot]
+
+    def holders(self, namespace: bytes, page_hash: bytes) -> set[Holder]:
+        """All that hold this page, whatever their state. For tests: costs the number of slots."""
+        held = set()
+        for slot, holder in self._holders.items():
+            ranks = bytes(slot) + b"\1"
+            if any(self._directory.find(namespace, page_hash, prefix=False, ranks=ranks).column):
+                held.add(holder)
+        return held
+
+    def keys_of(self, name: str) -> int:
+        """Pages that a node is known to hold, each tier's."""
+        stream = self._streams.get(name)
+        return sum(map(self._directory.keys_of, stream.slots.values())) if stream is not None else 0
+
+    @property
+    def have_room(self) -> bool:
+        """Does the directory take what it did not take when it was full?"""
+        directory = self._directory
+        in_bytes = directory.max_bytes is None or directory.resident_bytes < FULL_SHARE * directory.max_bytes
+        return in_bytes and len(directory) < FULL_SHARE * directory.max_keys
+
+    # ------------------------------------------------------------------ its life
+
+    def open(self, name: str, incarnation: bytes, seq: int) -> Stream:
+        """A node joined, and has sent updates up to `seq`. The stream it had goes on if it is the same life of it."""
+        stream = self._streams.get(name)
+        if stream is None or stream.incarnation != incarnation:
+            self.close(name)
+            stream = self._streams[name] = Stream(name, incarnation, seq, want_snapshot=seq != 0)
+            return stream
+        if stream.incoming is not None:
+            self.break_off(stream)
+        if stream.seq != seq:
+            stream.seq = seq
+            stream.want_snapshot = True
+        return stream
+
+    def close(self, name: str) -> None:
+        """Forget a node and what it holds; the directory does so in steps. Nothing happens if there is none of this name."""
+        stream = self._streams.pop(name, None)
+        if stream is not None:
+            if stream.incoming is not None:
+                self._drop(stream.incoming.slots)
+            self._drop(stream.slots)
+
+    def behind(self, stream: Stream, seq: int) -> None:
+        """The node says in a heartbeat how far it is. What was sent before has come by now, or is lost."""
+        if stream.refused and self.have_room:
+            stream.refused = False
+            stream.want_snapshot = True
+        if seq > stream.seq and not stream.want_snapshot:
+            self._gap(stream)
+
+    def break_off(self, stream: Stream) -> None:
+        """The snapshot that is coming has lost a part."""
+        assert stream.incoming is not None
+        self._stats.snapshots_broken += 1
+        self._drop(stream.incoming.slots)
+        stream.incoming = None
+        stream.want_snapshot = True
+
+    # ------------------------------------------------------------------ what comes
+
+    def update(self, stream: Stream, message: Update) -> None:
+        """Take an update that `check_update` found well-formed."""
+        self._stats.updates += 1
+        if message.seq <= stream.seq:
+            return
+        incoming = stream.incoming
+        if incoming is not None and message.seq > incoming.seq:
+            keys = count_keys(message.added) + count_keys(message.removed)
+            if len(incoming.later) >= MAX_LATER_UPDATES or incoming.later_keys + keys > MAX_LATER_KEYS:
+                self.break_off(stream)
+            elif message.seq not in incoming.later:
+                incoming.later[message.seq] = message
+                incoming.later_keys += keys
+        if message.seq == stream.seq + 1:
+            stream.seq = message.seq
+        elif not stream.want_snapshot:
+            self._gap(stream)
+        # After a gap too: a wrong hint costs a miss, a missing one as well, and the snapshot puts both right.
+        self._apply(stream, message)
+
+    def snapshot(self, stream: Stream, message: Snapshot, now: float) -> bool:
+        """Take a part of a snapshot that `check_snapshot` found well-formed; returns whether it is whole with it."""
+        if message.part == 0:
+            if message.seq < stream.seq and not stream.want_snapshot:
+                return False  # older than what is known already
+            if stream.incoming is not None:
+                if message.seq < stream.incoming.seq:
+                    return False
+                self.break_off(stream)
+            stream.incoming = Incoming(message.seq, now)
+            stream.want_snapshot = True
+        incoming = stream.incoming
+        if incoming is None or incoming.seq != message.seq or message.part < incoming.next_part:
+            return False
+        if message.part > incoming.next_part:
+            self.break_off(stream)
+            return False
+        incoming.next_part += 1
+        incoming.last_part_at = now
+        if message.added:
+            slot = incoming.slots.get(message.tier)
+            if slot is None:
+                slot = incoming.slots[message.tier] = self._directory.allocate()
+            self._add(stream, slot, message.added)
+        if message.last:
+            self._complete(stream, incoming)
+        return message.last
+
+    def validate(self) -> None:
+        """For tests: slots are those of the streams, and what waits is bounded."""
+        slots: dict[int, Holder] = {}
+        for name, stream in self._streams.items():
+            assert stream.name == name
+            slots |= {slot: Holder(name, tier) for tier, slot in stream.slots.items()}
+            if stream.incoming is not None:
+                assert stream.want_snapshot
+                assert not set(stream.incoming.slots.values()) & set(self._holders)
+                assert all(seq > stream.incoming.seq for seq in stream.incoming.later)
+                assert stream.incoming.later_keys <= MAX_LATER_KEYS
+        assert slots == self._holders
+
+    # ------------------------------------------------------------------ inside
+
+    def _complete(self, stream: Stream, incoming: Incoming) -> None:
+        self._stats.snapshots += 1
+        self._drop(stream.slots)
+        stream.slots = incoming.slots
+        self._holders |= {slot: Holder(stream.name, tier) for tier, slot in stream.slots.items()}
+        stream.seq = incoming.seq
+        stream.want_snapshot = False
+        stream.incoming = None
+        for seq in sorted(incoming.later):
+            if seq == stream.seq + 1:
+                stream.seq = seq
+            elif not stream.want_snapshot:
+                self._gap(stream)
+            self._apply(stream, incoming.later[seq])
+
+    def _gap(self, stream: Stream) -> None:
+        self._stats.gaps += 1
+        stream.want_snapshot = True
+
+    def _apply(self, stream: Stream, message: Update) -> None:
+        slot = stream.slots.get(message.tier)
+        if slot is not None:
+            for namespace, hashes in message.removed:
+                self._directory.remove(slot, namespace, hashes)
+        if message.added:
+            if slot is None:
+                slot = stream.slots[message.tier] = self._directory.allocate()
+                self._holders[slot] = Holder(stream.name, message.tier)
+                self.version += 1
+            self._add(stream, slot, message.added)
+
+    def _add(self, stream: Stream, slot: int, columns: Columns) -> None:
+        before = self._directory.refused_adds
+        for namespace, hashes in columns:
+            own, foreign = self._shard.own(hashes)
+            self._stats.foreign_keys += foreign
+            if own:
+                self._directory.add(slot, namespace, own)
+        if self._directory.refused_adds > before:
+            stream.refused = True
+
+    def _drop(self, slots: dict[int, int]) -> None:
+        for slot in slots.values():
+            self._holders.pop(slot, None)
+            self._directory.drop_node(slot)
+        slots.clear()
+        self.version += 1
+
+
+def check_update(message: Update) -> None:
+    """Raises ProtocolError for one that no honest node sends."""
+    count_keys(message.added)
+    count_keys(message.removed)
+    _check_tier(message.tier)
+
+
+def check_snapshot(message: Snapshot) -> None:
+    """Raises ProtocolError for one that no honest node sends."""
+    count_keys(message.added)
+    _check_tier(message.tier)
+    if message.seq < 0 or message.part < 0:
+        raise ProtocolError(f"snapshot part {message.part} of update {message.seq}")
+
+
+def count_keys(columns: Iterable[tuple[bytes, bytes]]) -> int:
+    """Page hashes in all columns. Raises ProtocolError for a namespace or hashes of a wrong length."""
+    keys = 0
+    for namespace, hashes in columns:
+        if len(namespace) != NAMESPACE_BYTES:
+            raise ProtocolError(f"a namespace of {len(namespace)} bytes: must be {NAMESPACE_BYTES}")
+        keys += count_hashes(hashes)
+    return keys
+
+
+def _check_tier(tier: int) -> None:
+    if tier not in TIERS:
+        raise ProtocolError(f"tier {tier}: there are {TIERS}")
