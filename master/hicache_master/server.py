@@ -8,7 +8,6 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -39,6 +38,7 @@ from hicache_mooncake.protocol import (
 )
 from hicache_mooncake.security import Doorkeeper, SecurityError, secure_server
 
+from .backlog import Backlog, Waiting
 from .core import MasterCore
 from .election import LEADER, Election, ElectionError
 from .membership import is_loopback, is_wildcard
@@ -174,8 +174,7 @@ class MasterServer:
         self._turned_at = 0.0
         self._stranger_logged_at = float("-inf")
         self._decoder = decoder(ToMaster)
-        self._backlog: deque[tuple[bytes, Message, int, float]] = deque()
-        self._backlog_bytes = 0
+        self._backlog = Backlog()
         self._stopping = False
         self._context = zmq.Context(io_threads=1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -218,14 +217,15 @@ class MasterServer:
         try:
             while not self._stopping:
                 busy = bool(self._backlog) or self.core.sweeping
-                poller.poll(0 if busy else int(TICK_S * 1000))
+                ready = dict(poller.poll(0 if busy else int(TICK_S * 1000)))
                 now = self._turn()
                 self._receive()
-                self._count_strangers(now)
+                if self._events in ready:
+                    self._count_strangers(now)
                 self._work(time.monotonic() + SLICE_S)
                 now = self._turn()
                 # Behind a full backlog there are signs of life not read yet: nobody is suspected meanwhile.
-                if self._backlog_bytes <= MAX_BACKLOG_BYTES and (now >= next_tick or self.core.sweeping):
+                if self._backlog.bytes <= MAX_BACKLOG_BYTES and (now >= next_tick or self.core.sweeping):
                     next_tick = now + TICK_S
                     self._guard(self._tick, now)
                 if now >= next_view:
@@ -263,7 +263,7 @@ class MasterServer:
     def _receive(self) -> None:
         """Answer lookups and joins at once; put what changes the directory in line: no lookup waits for eight snapshots."""
         for _ in range(RECEIVE_BATCH):
-            if self._backlog_bytes > MAX_BACKLOG_BYTES:
+            if self._backlog.bytes > MAX_BACKLOG_BYTES:
                 return
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -280,14 +280,12 @@ class MasterServer:
                 self._handle(message, sender, now)
             else:
                 self.core.heard(message, now)
-                self._backlog.append((sender, message, len(body), now))
-                self._backlog_bytes += len(body)
+                self._backlog.push(Waiting(sender, message, len(body), now))
 
     def _work(self, until: float) -> None:
         while self._backlog:
-            sender, message, size, received_at = self._backlog.popleft()
-            self._backlog_bytes -= size
-            self._handle(message, sender, received_at)
+            waiting = self._backlog.pop()
+            self._handle(waiting.message, waiting.sender, waiting.received_at)
             if time.monotonic() >= until:
                 return
 
