@@ -243,7 +243,7 @@ def test_a_flood_of_updates_waits_in_bounded_memory_and_lookups_do_not_wait_for_
 
     def watched(until: float) -> None:
         nonlocal largest
-        largest = max(largest, server._backlog_bytes)
+        largest = max(largest, server._backlog.bytes)
         work(until)
 
     monkeypatch.setattr(server, "_work", watched)
