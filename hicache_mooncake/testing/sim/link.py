@@ -52,25 +52,25 @@ class SimLink:
 
     def notify(self) -> None:
         self.core.notify()
-        self.wake_at(self.core.next_due(self.world.now))
+        self.wake_at(self.core.next_due(self.node.process.now))
 
     def clear_namespace(self, namespace: bytes) -> None:
         self.core.clear_namespace(namespace)
-        self.wake_at(self.world.now)
+        self.wake_at(self.node.process.now)
 
     def report(self, failed: dict[str, int]) -> None:
-        self.core.report(failed, self.world.now)
-        self.wake_at(self.core.next_due(self.world.now))
+        self.core.report(failed, self.node.process.now)
+        self.wake_at(self.core.next_due(self.node.process.now))
 
     def beat_now(self) -> None:
-        self.core.beat_now(self.world.now)
-        self.wake_at(self.world.now)
+        self.core.beat_now(self.node.process.now)
+        self.wake_at(self.node.process.now)
 
     def wake_at(self, time: float) -> None:
-        time = max(time, self.world.now + 1e-4)
+        time = max(time, self.node.process.now + 1e-4)
         if time < self._due - 1e-9:
             self._due = time
-            self.node.process.later(time - self.world.now, self._wake, time)
+            self.node.process.later(time - self.node.process.now, self._wake, time)
 
     def _wake(self, time: float) -> None:
         if time == self._due:
@@ -79,7 +79,7 @@ class SimLink:
 
     def pump(self) -> None:
         """A pass of the link's thread."""
-        now = self.world.now
+        now = self.node.process.now
         for action in self.core.step(now):
             if isinstance(action, Connect):
                 self._open(action.master)
@@ -117,8 +117,8 @@ class SimLink:
         host, _ = self.node.find_master(master)
 
         def received(body: bytes) -> None:
-            self.core.received(master, _from_master.decode(body), self.world.now)
-            self.wake_at(self.world.now)
+            self.core.received(master, _from_master.decode(body), self.node.process.now)
+            self.wake_at(self.node.process.now)
 
         self.dealers[master] = Dealer(
             self.node.network,
@@ -127,7 +127,7 @@ class SimLink:
             host,
             lambda: self.node.find_master(master)[1],
             received,
-            lambda: self.wake_at(self.world.now),
+            lambda: self.wake_at(self.node.process.now),
         )
 
     # ------------------------------------------------------------------ what the core reads
@@ -140,7 +140,7 @@ class SimLink:
 
     def _on_clear(self, namespace: bytes) -> None:
         self.world.note(f"{self.node.process.name} is told to clear {namespace[:4].hex()}")
-        self.node.core.clear(namespace, self.world.now)
+        self.node.core.clear(namespace, self.node.process.now)
 
     def drain_changes(self, limit: int) -> tuple[Keys, Keys]:
         return self.node.store.drain_changes(limit)
@@ -233,7 +233,7 @@ class Asking:
         self._link = link
         self._done = done
         self._over = False
-        now = link.world.now
+        now = link.node.process.now
         self._plan = link.lookups.begin(questions, link.core.view(), link.node.name, now, timeout_s)
         self._asked: list[tuple[Asker, int]] = []
         self._deadline = now + timeout_s
@@ -241,7 +241,7 @@ class Asking:
     def step(self) -> None:
         if self._over:
             return
-        now = self._link.world.now
+        now = self._link.node.process.now
         for ask in self._plan.step(now):
             asker = self._link.asker(ask.master)
             asker.ask(ask.message, self._received)
@@ -252,12 +252,12 @@ class Asking:
         self._link.node.process.later(max(0.0, self._plan.next_due(now) - now), self.step)
 
     def _received(self, master: str, reply: p.Message) -> None:
-        if not self._over and self._plan.received(master, reply, self._link.world.now):
+        if not self._over and self._plan.received(master, reply, self._link.node.process.now):
             self.step()
 
     def _end(self) -> None:
         self._over = True
-        now = self._link.world.now
+        now = self._link.node.process.now
         self._plan.end(now)
         for asker, number in self._asked:
             asker.forget(number, silent=asker.master in self._plan.blamed)

@@ -29,6 +29,7 @@ class SimMaster:
         self.address, self.host = address, host
         self.options = options
         self.validate_share = validate
+        self.skew_s = world.rng.uniform(0, 1e5)
         self.process = Process(world, f"master {address}")
         self.process.alive = False
         self.core: MasterCore
@@ -42,13 +43,13 @@ class SimMaster:
     def start(self) -> None:
         """A new life, which knows nothing."""
         self.lives += 1
-        self.process = Process(self.world, f"master {self.address}")
+        self.process = Process(self.world, f"master {self.address}", self.skew_s)
         self.core = MasterCore(self.world.token(), rng=random.Random(self.world.rng.getrandbits(64)), **self.options)
         self._senders: dict[bytes, Stream] = {}
         self._backlog: deque[tuple[bytes, p.Message, float]] = deque()
         self._next_sender = 0
         self._working = False
-        self._tick_at = self.world.now
+        self._tick_at = self.process.now
         self.listener = Listener(self.process, self._accept)
         self.world.note(f"{self.process.name} starts as {self.core.incarnation.hex()}")
         self._tick()
@@ -72,7 +73,7 @@ class SimMaster:
     def _received(self, sender: bytes, body: bytes) -> None:
         """As the real server: questions at once, what changes the directory in line."""
         message = _to_master.decode(body)
-        now = self.world.now
+        now = self.process.now
         if isinstance(message, p.Lookup | p.Join | p.ClusterStatus):
             self._handle(message, sender, now)
             return
@@ -110,11 +111,11 @@ class SimMaster:
                 stream.send(body, len(body))
 
     def _tick(self) -> None:
-        late = self.world.now - self._tick_at
+        late = self.process.now - self._tick_at
         if late > _STOOD_STILL_S:
-            self.core.excuse(late, self.world.now)
-        self._tick_at = self.world.now + TICK_S
-        self._send(self.core.tick(self.world.now))
+            self.core.excuse(late, self.process.now)
+        self._tick_at = self.process.now + TICK_S
+        self._send(self.core.tick(self.process.now))
         self.core.notes.clear()
         self.process.later(TICK_S, self._tick)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -91,11 +91,14 @@ class SimNode:
         self.find_master = find_master
         self.find_peer = find_peer
         self.options = options
+        self.skew_s = world.rng.uniform(0, 1e5)
         self.process = Process(world, f"node {name}")
         self.process.alive = False
         self.unix: Listener | None = None
         self.data: Listener | None = None
         self.lives = 0
+        self.totals: Counter[str] = Counter()
+        """What its former lives did."""
         self.refuse_room = False
         """Out of memory: every Reserve is refused."""
         self.core: NodeCore
@@ -110,7 +113,7 @@ class SimNode:
     def start(self) -> None:
         """A new life: another incarnation, an empty segment."""
         self.lives += 1
-        self.process = Process(self.world, f"node {self.name}")
+        self.process = Process(self.world, f"node {self.name}", self.skew_s)
         self.incarnation = self.world.token()
         self.store = self.options.store(
             {
@@ -152,7 +155,26 @@ class SimNode:
 
     def crash(self) -> None:
         self.unix = self.data = None
+        self._end()
+
+    def _end(self) -> None:
+        self.totals = self.figures()
         self.process.end()
+
+    def figures(self) -> Counter[str]:
+        """Of all its lives."""
+        figures = Counter(self.totals)
+        if self.alive:
+            stats, counts = self.store.stats, self.core.spilling.counts
+            figures["evicted"] += stats.evicted
+            figures["expired_pins"] += stats.expired_pins
+            figures["abandoned"] += stats.abandoned
+            figures["spilled"] += counts.spilled
+            figures["handed_over"] += counts.handed_over
+            figures["taken"] += self.core.taken
+            figures["replicated"] += self.core.replicated
+            figures["snapshots"] += self.link.core.counters["snapshots"]
+        return figures
 
     def validate(self) -> None:
         if self.world.rng.random() < self.options.validate_share:
@@ -186,7 +208,7 @@ class SimNode:
         self.validate()
 
     def _take(self, connection: Connection, message: p.Message) -> None:
-        now = self.world.now
+        now = self.process.now
         self.world.note(f"{self.process.name} <- {connection.owner} {short(message)}")
         match message:
             case p.Hello():
@@ -211,7 +233,7 @@ class SimNode:
 
     def _look_again(self) -> None:
         """Pages that some wait for may have come."""
-        now = self.world.now
+        now = self.process.now
         still: list[tuple[Connection, p.Locate, float]] = []
         ready: list[tuple[Connection, p.Locate, float]] = []
         for entry in self._waiting:
@@ -224,7 +246,7 @@ class SimNode:
     def _start(self, connection: Connection, message: p.Message) -> None:
         connection.busy = True
         try:
-            steps = self.core.handle(connection.owner, message, self.world.now)
+            steps = self.core.handle(connection.owner, message, self.process.now)
             self._step(connection, message, steps, None)
         except p.ProtocolError as error:
             raise Violation(f"{self.process.name}: an honest {type(message).__name__} was refused: {error}") from error
@@ -276,7 +298,7 @@ class SimNode:
                 raise Violation(f"{self.process.name}: a reader sends {type(decoded).__name__}")
 
     def _offered(self, reader: Reader, push: p.Push) -> None:
-        taking = self.core.push_offer(reader.owner, push, self.world.now)
+        taking = self.core.push_offer(reader.owner, push, self.process.now)
         reader.taking = taking if taking.offsets else None
         reader.push, reader.whole = push, bytearray()
         reader.stream.send(taking.reply)
@@ -304,16 +326,16 @@ class SimNode:
 
     def _fetch(self, stream: Stream, fetch: p.Fetch) -> None:
         owner = next(self._owners)
-        served = self.core.fetch(owner, fetch, self.world.now)
+        served = self.core.fetch(owner, fetch, self.process.now)
         self.validate()
         stream.send(served.reply)
-        self._send_bodies(stream, owner, served, fetch.length, 0, 0, self.world.now + _SEND_DEADLINE_S)
+        self._send_bodies(stream, owner, served, fetch.length, 0, 0, self.process.now + _SEND_DEADLINE_S)
 
     def _send_bodies(
         self, stream: Stream, owner: int, served: Served, length: int, done: int, at: int, deadline: float
     ) -> None:
         """A piece of a body, read from the segment as it goes out; then the next, a moment later."""
-        now = self.world.now
+        now = self.process.now
         if not stream.open or now > deadline or done == len(served.offsets):
             if now > deadline:
                 stream.close()
@@ -330,7 +352,7 @@ class SimNode:
     # ------------------------------------------------------------------ housekeeping
 
     def _housekeeping(self) -> None:
-        now = self.world.now
+        now = self.process.now
         while self.core.tick(now):
             self.link.notify()
         failed = self.core.take_peers_down()
@@ -345,9 +367,9 @@ class SimNode:
         self.process.later(HOUSEKEEPING_S, self._housekeeping)
 
     def _give(self) -> None:
-        if self.core.give_due(self.world.now):
+        if self.core.give_due(self.process.now):
             owner = next(self._owners)
-            self._background(self.core.give(owner, self.world.now), owner, lambda count: None)
+            self._background(self.core.give(owner, self.process.now), owner, lambda count: None)
 
     def _background(self, steps: Any, owner: int, done: Callable[[int], None]) -> None:
         """Run what is not a client's: one such thing at a time."""
@@ -387,10 +409,10 @@ class SimNode:
         self.world.note(f"{self.process.name} drains")
         self.core.draining = True
         self.link.beat_now()
-        self._hand_over(self.world.now + self.options.drain_s, gone)
+        self._hand_over(self.process.now + self.options.drain_s, gone)
 
     def _hand_over(self, deadline: float, gone: Callable[[], None]) -> None:
-        now = self.world.now
+        now = self.process.now
         if now >= deadline:
             self._leave(gone)
         elif self._giving:
@@ -413,7 +435,7 @@ class SimNode:
         self.link.leave()
 
         def end() -> None:
-            self.process.end()
+            self._end()
             gone()
 
         self.process.later(0.01, end)

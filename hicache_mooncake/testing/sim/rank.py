@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from .world import Process, Violation, World, short
 
 MOVER_SHARE, RANK_SHARE = 0.7, 0.9
 """Of a call's time: when the mover stops by itself, and when the rank kills it."""
+RESTART_S = 0.3
+"""A node that came back may not be known yet."""
 LATE_S = 0.11
 """A mover's last words to its node may take so long past its time."""
 
@@ -33,6 +36,8 @@ class Workload:
     clear: float = 0.005
     shared: float = 0.3
     check_checksums: bool = True
+    pins_hold: bool = False
+    """Pins outlast every call: then no checksum ever fails."""
 
 
 @dataclass
@@ -56,7 +61,6 @@ class Counters:
     lookups: int = 0
     found: int = 0
     fenced: int = 0
-    fenced_without_cause: int = 0
 
 
 class Rank:
@@ -69,6 +73,7 @@ class Rank:
         name: str,
         host: str,
         find_node: Callable[[], Listener | None],
+        disturbed_at: Callable[[], float],
         find_peer: Callable[[p.Peer], tuple[str, Listener | None]],
         workload: Workload,
         ledger: Ledger,
@@ -76,9 +81,12 @@ class Rank:
         self.world, self.network = world, network
         self.name, self.host = name, host
         self.find_node, self.find_peer = find_node, find_peer
+        self.disturbed_at = disturbed_at
+        """When something happened to the local node last that excuses it, on the world's clock."""
         self.workload = workload
         self.ledger = ledger
         self.counters = Counters()
+        self.reasons: Counter[str] = Counter()
         self.running = True
         self.process = Process(world, f"rank {name}")
         self.movers: dict[str, Mover] = {}
@@ -209,6 +217,13 @@ class Rank:
             raise Violation(f"{self.name}: a {call.job.op} took {took:.3f} s of {self.workload.deadline_s:g} s")
         if sum(outcome.reasons.values()) != outcome.ok.count(0):
             raise Violation(f"{self.name}: {outcome.ok.count(0)} misses, and reasons {dict(outcome.reasons)}")
+        local = outcome.reasons["node_timeout"] + outcome.reasons["node_down"] + outcome.reasons["node_refused"]
+        if local and self.disturbed_at() < call.began - RESTART_S:
+            raise Violation(f"{self.name}: {dict(outcome.reasons)}, and nothing happened to the node")
+        damaged = outcome.reasons["checksum"] + outcome.reasons["checksum_remote"]
+        if damaged and self.workload.pins_hold:
+            raise Violation(f"{self.name}: {damaged} pages were damaged under their pins")
+        self.reasons.update(outcome.reasons)
         if call.job.op == "load":
             for i, whole in enumerate(outcome.ok):
                 if whole:
@@ -243,8 +258,12 @@ class Rank:
         if self._asked is not None:
             return
 
+        asked_at = self.world.now
+
         def answered(answer: p.Message | None) -> None:
             if self._asked is answered:
+                if answer is None and self.disturbed_at() < asked_at - RESTART_S:
+                    raise Violation(f"{self.name}: no answer to {type(message).__name__}, and nothing happened to the node")
                 self._asked = None
                 if answer is None and self._query is not None:
                     self._query.close()

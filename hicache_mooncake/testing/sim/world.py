@@ -80,15 +80,28 @@ class Process:
     """One life of an operating system process. What is to happen in it goes through `call`, so that a pause delays it and its
     end cancels it."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, skew_s: float = 0.0) -> None:
         self.world = world
         self.name = name
+        self.skew_s = skew_s
+        """By how much its clock differs: monotonic clocks of two hosts have nothing in common."""
         self.alive = True
         self.paused = False
+        self.disturbed_at = world.now
+        """When it was started, frozen, woken or ended last, on the world's clock."""
         self._backlog: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._draining = False
         self.at_end: list[Callable[[], None]] = []
         """What the kernel does when it ends: closes its connections."""
+
+    @property
+    def now(self) -> float:
+        return self.world.now + self.skew_s
+
+    @property
+    def behind(self) -> bool:
+        """Is there something that waits for its end of a freeze?"""
+        return self.paused or bool(self._backlog)
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run this in the process: now, when it wakes, or never."""
@@ -106,11 +119,13 @@ class Process:
         """SIGSTOP: time passes, what comes in waits."""
         if self.alive and not self.paused:
             self.paused = True
+            self.disturbed_at = self.world.now
             self.world.note(f"{self.name} is frozen")
 
     def resume(self) -> None:
         if self.alive and self.paused:
             self.paused = False
+            self.disturbed_at = self.world.now
             self.world.note(f"{self.name} goes on, {len(self._backlog)} things waited")
             self._drain()
 
@@ -119,6 +134,7 @@ class Process:
         if not self.alive:
             return
         self.alive = False
+        self.disturbed_at = self.world.now
         self._backlog.clear()
         self.world.note(f"{self.name} is dead")
         for close in list(self.at_end):
