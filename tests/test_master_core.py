@@ -10,6 +10,7 @@ import pytest
 from hicache_master.core import MasterCore
 
 from hicache_mooncake.protocol import (
+    COLD,
     DRAM,
     Beat,
     BeatReply,
@@ -26,8 +27,10 @@ from hicache_mooncake.protocol import (
     ProtocolError,
     Question,
     Refused,
+    Report,
     Snapshot,
     Update,
+    shard_of,
 )
 
 NS, OTHER = b"n" * 16, b"o" * 16
@@ -381,39 +384,50 @@ def test_the_report_lists_every_node(master: Master) -> None:
 
 @dataclass
 class Node:
-    """What a node's link does, in one process: numbered updates, snapshots when asked, joins when unknown."""
+    """What a node's link does, in one process: numbered updates, snapshots when asked, joins when unknown. One of version 1 has
+    no cold tier, does not drain and reports nobody."""
 
     name: str
     incarnation: bytes
-    held: set[int] = field(default_factory=set)
+    version: int = 2
+    held: dict[int, set[int]] = field(default_factory=lambda: {DRAM: set(), COLD: set()})
     seq: int = 1
     joined: bool = False
     alive: bool = True
+    draining: bool = False
 
     def join(self) -> Message:
-        return Join(1, 1, self.name, self.incarnation, "10.0.0.1", 7000, 1, self.seq)
+        return Join(
+            1, self.version, self.name, self.incarnation, "10.0.0.1", 7000, 1, self.seq, f"host-{self.name}", self.draining
+        )
 
-    def change(self, added: set[int], removed: set[int]) -> Message:
-        self.held = (self.held | added) - removed
+    def change(self, tier: int, added: set[int], removed: set[int]) -> Message:
+        self.held[tier] = (self.held[tier] | added) - removed
         self.seq += 1
-        return Update(self.name, self.incarnation, self.seq, [(NS, hashes(*(added - removed)))], [(NS, hashes(*removed))])
+        columns = [(NS, hashes(*(added - removed)))], [(NS, hashes(*removed))]
+        return Update(self.name, self.incarnation, self.seq, *columns, tier)
 
     def beat(self) -> Message:
-        return Beat(self.name, self.incarnation, self.seq, 0, 0, 0) if self.joined else self.join()
+        if not self.joined:
+            return self.join()
+        return Beat(self.name, self.incarnation, self.seq, 0, 10, 0, draining=self.draining, want_room=True)
 
     def snapshot(self, rng: random.Random) -> list[Message]:
-        update = self.change(set(), set())  # each snapshot has a number of its own
-        keys = sorted(self.held)
-        cuts = sorted(rng.sample(range(len(keys) + 1), min(2, len(keys))))
-        parts = [keys[a:b] for a, b in zip([0, *cuts], [*cuts, len(keys)], strict=True)]
+        update = self.change(DRAM, set(), set())  # each snapshot has a number of its own
+        parts: list[tuple[int, list[int]]] = []
+        for tier, held in self.held.items():
+            keys = sorted(held)
+            cuts = sorted(rng.sample(range(len(keys) + 1), min(2, len(keys))))
+            parts += [(tier, keys[a:b]) for a, b in zip([0, *cuts], [*cuts, len(keys)], strict=True)]
         return [update] + [
-            Snapshot(self.name, self.incarnation, self.seq, i, i == len(parts) - 1, [(NS, hashes(*part))])
-            for i, part in enumerate(parts)
+            Snapshot(self.name, self.incarnation, self.seq, i, i == len(parts) - 1, [(NS, hashes(*part))], tier)
+            for i, (tier, part) in enumerate(parts)
         ]
 
 
 class Cluster:
-    """Four nodes and a master that crash and restart, and a network that loses, repeats and reorders."""
+    """Four nodes, one of them of version 1, and a master of a shard that crash and restart; they drain, move pages between
+    tiers and report each other; and a network that loses, repeats and reorders."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -421,22 +435,29 @@ class Cluster:
         self.born = 0
         self.wire: list[tuple[str, Message]] = []
         self.bad = True
-        self.nodes = {name: Node(name, self.incarnation()) for name in "abcd"}
+        self.named = 0
+        self.loss = (0.15, 0.02, 0.02)[seed % 3]
+        self.shard = (0, 1) if seed % 2 else (1, 2)
+        self.nodes = {name: self.new_node(name) for name in "abcd"}
         self.restart_master()
+
+    def new_node(self, name: str) -> Node:
+        return Node(name, self.incarnation(), version=1 if name == "d" else 2)
 
     def incarnation(self) -> bytes:
         self.born += 1
         return self.born.to_bytes(8, "little")
 
     def restart_master(self) -> None:
-        self.master = MasterCore(self.incarnation(), ttl_s=5.0, forget_s=20.0, rng=random.Random(self.born))
+        rng = random.Random(self.born)
+        self.master = MasterCore(self.incarnation(), ttl_s=5.0, forget_s=20.0, shard=self.shard, rng=rng)
 
     def send(self, node: Node, *messages: Message) -> None:
         for message in messages:
-            if self.bad and self.rng.random() < 0.15:
+            if self.bad and self.rng.random() < self.loss:
                 continue
             self.wire.append((node.name, message))
-            if self.bad and self.rng.random() < 0.15:
+            if self.bad and self.rng.random() < self.loss:
                 self.wire.append((node.name, message))
 
     def deliver(self) -> None:
@@ -445,7 +466,7 @@ class Cluster:
         name, message = self.wire.pop(self.rng.randrange(min(len(self.wire), 6)) if self.bad else 0)
         for receiver, reply in self.master.handle(message, name.encode(), self.now):
             self.master.validate()
-            if not self.bad or self.rng.random() > 0.15:
+            if not self.bad or self.rng.random() > self.loss:
                 self.reply(self.nodes[receiver.decode()], reply)
         self.master.validate()
 
@@ -462,24 +483,31 @@ class Cluster:
 
     def event(self) -> None:
         rng = self.rng
+        if rng.random() < 0.2:
+            self.look(rng.choice("abcd"))
         node = self.nodes[rng.choice("abcd")]
         dice = rng.random()
         if dice < 0.35:
-            self.deliver()
+            for _ in range(4):
+                self.deliver()
         elif dice < 0.65:
             if node.alive:
                 numbers = range(20)
-                self.send(
-                    node, node.change(set(rng.sample(numbers, rng.randrange(4))), set(rng.sample(numbers, rng.randrange(3))))
-                )
-        elif dice < 0.85:
+                tier = rng.choice((DRAM, DRAM, COLD)) if node.version > 1 else DRAM
+                added, removed = rng.sample(numbers, rng.randrange(4)), rng.sample(numbers, rng.randrange(3))
+                self.send(node, node.change(tier, set(added), set(removed)))
+        elif dice < 0.82:
             if node.alive:
                 self.send(node, node.beat())
+        elif dice < 0.85:
+            if node.alive and node.version > 1:
+                node.draining = rng.random() < 0.3
+                self.send(node, Report(node.name, node.incarnation, dict.fromkeys(rng.sample("abcd", 2), 1)))
         elif dice < 0.90:
             node.alive = False
         elif dice < 0.95:
             if not node.alive:
-                self.nodes[node.name] = Node(node.name, self.incarnation())
+                self.nodes[node.name] = self.new_node(node.name)
         elif dice < 0.953:
             self.restart_master()
         elif dice < 0.96:
@@ -489,6 +517,19 @@ class Cluster:
             self.now += rng.random() * 2
             self.master.tick(self.now)
             self.master.validate()
+
+    def look(self, asker: str) -> None:
+        """Whoever is named is in rotation, in its present life, and not the asker."""
+        ((_, reply),) = self.master.handle(Lookup(1, [Question(NS, hashes(*range(20)), False)], asker), b"?", self.now)
+        assert isinstance(reply, LookupReply)
+        (answer,) = reply.answers
+        in_rotation = {
+            (member.name, member.incarnation) for member in self.master.membership if member.state in ("active", "draining")
+        }
+        assert {(peer.node, peer.incarnation) for peer in answer.peers} <= in_rotation
+        assert asker not in {peer.node for peer in answer.peers}
+        assert all(first != second for first, second in zip(answer.holder, answer.others, strict=False) if second)
+        self.named += len(answer.peers)
 
     def quiet_down(self) -> None:
         self.bad = False
@@ -502,27 +543,36 @@ class Cluster:
             self.master.tick(self.now)
             self.master.validate()
 
-    def known(self) -> dict[str, set[int]]:
-        by_hash = {hashes(number): number for number in range(20)}
-        known = {}
-        for name, node in self.nodes.items():
-            if not node.alive:
-                continue
-            known[name] = {
-                number for page_hash, number in by_hash.items() if (name, DRAM) in self.master.holders(NS, page_hash)
-            }
-        return known
+    def known(self) -> set[tuple[str, int, int]]:
+        """(node, tier, page) as the master has it."""
+        return {(*holder, number) for number in range(20) for holder in self.master.holders(NS, hashes(number))}
+
+    def held(self) -> set[tuple[str, int, int]]:
+        """The same as it is, of the master's shard."""
+        index, count = self.shard
+        return {
+            (node.name, tier, number)
+            for node in self.nodes.values()
+            if node.alive
+            for tier, held in node.held.items()
+            for number in held
+            if shard_of(hashes(number), count) == index
+        }
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_after_any_trouble_the_directory_is_the_truth_again(seed: int) -> None:
     cluster = Cluster(seed)
-    for _ in range(400):
+    for _ in range(700):
         cluster.event()
+    assert cluster.named or cluster.loss > 0.1, "and meanwhile it was of use"
     cluster.quiet_down()
-    assert cluster.known() == {name: node.held for name, node in cluster.nodes.items() if node.alive}
-    alive = {name for name, node in cluster.nodes.items() if node.alive}
-    assert {member.name for member in cluster.master.membership if member.state == "active"} == alive
+    assert cluster.known() == cluster.held()
+    states = {member.name: member.state for member in cluster.master.membership}
+    for name, node in cluster.nodes.items():
+        if node.alive:
+            assert states[name] == ("draining" if node.draining else "active")
+        else:
+            assert states.get(name, "gone") == "gone"
     assert cluster.master.directory.sweeping is False
-    dead = [member for member in cluster.master.membership if member.name not in alive]
-    assert all(member.state == "gone" for member in dead)
+    assert not cluster.master.warming
