@@ -22,10 +22,10 @@ TABLE_KEYS = 16_384
 PREFIX_STEP = 128
 WEIGHED = 8
 """Of a page that very many hold, so many are compared; the others are as good."""
-COMPACT_PART = 8
+COMPACT_PART = 6
 """A log is compacted when so small a part of it is dead."""
 COMPACT_LEAST = 64
-COMPACT_STEP = 16
+COMPACT_STEP = 8
 """Log entries looked at with a removal, and per key of it, while a log is compacted."""
 ACCOUNT_EVERY = 4_096
 
