@@ -32,6 +32,7 @@ import numpy as np
 
 from hicache_mooncake.node.link_session import (
     JOINED,
+    UNFIT,
     WAITING,
     Busy,
     Close,
@@ -142,7 +143,7 @@ class LinkCore:
             0,
         )
         self.room_table: tuple[float, list[Room]] = (float("-inf"), [])
-        """When a master said last which nodes have room, and which."""
+        """Nodes with room, as a master said last, and until when that counts."""
         self._on_clear = on_clear
         self._sessions: dict[str, Session] = {}
         self._actions: list[Action] = []
@@ -194,6 +195,8 @@ class LinkCore:
             if not session.listed and session.state == WAITING:
                 del self._sessions[session.master]
                 self._vote(now)
+        if any(session.state == UNFIT for session in self._sessions.values()):
+            self._vote(now)  # those that outvoted it may be gone for good
         actions, self._actions = self._actions, []
         return actions
 
@@ -311,8 +314,8 @@ class LinkCore:
         able = [s for s in self._sessions.values() if s.state == JOINED and s.version >= 2]
         return bool(able) and min(able, key=lambda s: (not s.answers(now), s.warming)) is session
 
-    def take_room(self, room: list[Room], now: float) -> None:
-        self.room_table = now, room
+    def take_room(self, room: list[Room], fresh_until: float) -> None:
+        self.room_table = fresh_until, room
 
     def hear_clear(self, namespace: bytes) -> None:
         """A master passed a clear on. Done in the next step."""
@@ -321,18 +324,9 @@ class LinkCore:
             return
         self._clears_heard[namespace] = None
 
-    def claimed(self, session: Session, now: float) -> None:
-        """This session's master said which shard of how many it has."""
+    def claimed(self, now: float) -> None:
+        """A session's master said which shard of how many it has."""
         self._vote(now)
-        if not session.fits:
-            self.log.error(
-                "master %s has shard %d of %d, but the other masters have %d shards: it is not used until all masters are"
-                " started with the same number of shards (--shard)",
-                session.master,
-                session.shard,
-                session.shards,
-                self.shards,
-            )
 
     def snapshot(self, shard: int) -> Iterator[tuple[Keys, bool]]:
         """All that the node holds of a shard, in parts of at most DRAIN_KEYS, each with whether it is the last; at least one.
@@ -355,7 +349,7 @@ class LinkCore:
     # ------------------------------------------------------------------ shards
 
     def _vote(self, now: float) -> None:
-        votes = Counter(s.shards for s in self._sessions.values() if s.shards and (s.connected or now - s.lost_at < VOTE_S))
+        votes = Counter(s.shards for s in self._sessions.values() if s.shards and now - s.answered_at < VOTE_S)
         if not votes:
             return
         best = max(votes, key=lambda shards: (votes[shards], shards))

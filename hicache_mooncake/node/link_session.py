@@ -33,6 +33,7 @@ ANSWER_S = 3.0
 BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 10.0
 ASK_AGAIN_S = 5.0
+ROOM_FRESH_S = 5.0
 SNAPSHOT_RETRY_S = 0.05
 """Of the source's snapshot, when it is busy."""
 
@@ -102,7 +103,6 @@ class Session:
         self.version = 1
         self.warming = False
         self.answered_at = float("-inf")
-        self.lost_at = float("-inf")
         self.ttl_s = 5.0
         self.gather_s = 0.0
         self._incarnation = b""
@@ -195,7 +195,9 @@ class Session:
             case "asking" | "joining":
                 return self._since + ANSWER_S
             case "joined":
-                return min(self._beat_at, max(self._snapshot_at, now) if self._snapshot_wanted else float("inf"))
+                # A snapshot that is ready waits for the connection, and not for time.
+                waits = self._snapshot_wanted and now < self._snapshot_at
+                return min(self._beat_at, self._snapshot_at) if waits else self._beat_at
             case _:
                 return self._since + ASK_AGAIN_S
 
@@ -233,7 +235,7 @@ class Session:
         if self.fits:
             if self.state == UNFIT:
                 self._ask_anew(now)
-        elif self.connected and self.shards:
+        elif self.connected and self.shards and self.state != UNFIT:
             self._become_unfit(now)
 
     def lost(self, why: str, now: float) -> None:
@@ -367,16 +369,13 @@ class Session:
         if not 0 <= message.shard < message.shards <= MAX_SHARDS:
             self.lost(f"says that it has shard {message.shard} of {message.shards}", now)
             return
-        before = self.shard, self.shards
         self.shard, self.shards = message.shard, message.shards
         self.warming = message.warming
         self.answered_at = now
-        if self.state == UNFIT and before == (self.shard, self.shards):
-            return
-        self.core.claimed(self, now)
+        self.core.claimed(now)
         if self.fits:
             self._join(now)
-        else:
+        elif self.state != UNFIT:
             self._become_unfit(now)
 
     def _joined(self, message: Joined, now: float) -> None:
@@ -412,7 +411,7 @@ class Session:
         self.warming = message.warming
         self.gather_s = message.gather_s
         if self.core.asks_for_room(self, now):
-            self.core.take_room(message.room, now)
+            self.core.take_room(message.room, now + max(ROOM_FRESH_S, 3 * self._heartbeat_s))
         if message.want_snapshot and self._parts is None and self._beats_answered > self._beats_before_snapshot:
             self._snapshot_wanted = True
 
@@ -428,6 +427,14 @@ class Session:
 
     def _become_unfit(self, now: float) -> None:
         was_member = self.listens
+        self.core.log.error(
+            "master %s has shard %d of %d, but the other masters have %d shards: it is not used until all masters are started"
+            " with the same number of shards (--shard)",
+            self.master,
+            self.shard,
+            self.shards,
+            self.core.shards,
+        )
         self.state = UNFIT
         self._since = now
         self._outbox.clear()
@@ -440,7 +447,6 @@ class Session:
     def _wait(self, seconds: float, now: float) -> None:
         self.core.act(Close(self.master))
         self.state = WAITING
-        self.lost_at = now
         self._outbox.clear()
         self._parts = None
         self._snapshot_wanted = False

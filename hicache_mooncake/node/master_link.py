@@ -39,7 +39,6 @@ DEFAULT_MASTER_PORT = 50051
 PAUSE_S = 0.1
 MESSAGES_PER_PASS = 32
 MAX_ORDERS = 4096
-ROOM_FRESH_S = 5.0
 
 HOW_TO_SECURE = (
     "Without a key anybody who reaches a master can read and spoil the directory. Make a key (hicache-mooncake keygen FILE) and"
@@ -230,8 +229,8 @@ class MasterLink:
     def room(self) -> list[Room]:
         """Nodes that can take pages, as a master said lately; empty when none said, or `Usage.want_room` is not set. The same
         list object until a new one comes: do not change it."""
-        at, room = self._core.room_table
-        return room if time.monotonic() - at <= ROOM_FRESH_S else []
+        fresh_until, room = self._core.room_table
+        return room if time.monotonic() <= fresh_until else []
 
     def lookup(self, questions: Sequence[Question], timeout_s: float) -> Answers | None:
         """Who holds these pages? See Answers. None when no master answers, after at most `timeout_s`, and at once while the
