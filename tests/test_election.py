@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import random
+import signal
 import threading
 import time
 import urllib.request
@@ -28,7 +29,7 @@ from hicache_master.election import (
 )
 from hicache_master.server import MasterError, MasterServer
 
-from tests.etcd_server import EtcdServer
+from tests.etcd import EtcdProcess, etcd_server, needs_etcd
 
 PATIENCE_S = 30.0
 
@@ -229,20 +230,17 @@ def test_servers_that_are_none_are_refused(text: str) -> None:
 
 
 @pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path)
-    try:
-        yield server.start()
-    finally:
-        server.kill()
+def etcd(tmp_path: Path) -> Iterator[EtcdProcess]:
+    with etcd_server(tmp_path) as server:
+        yield server
 
 
 @pytest.fixture
-def elections(etcd: EtcdServer) -> Iterator[Callable[..., Election]]:
+def elections(etcd: EtcdProcess) -> Iterator[Callable[..., Election]]:
     started: list[Election] = []
 
     def start(name: bytes, shard: int = 0) -> Election:
-        election = Election(etcd.url, "test", shard, name, f"127.0.0.1:{1000 + len(started)}")
+        election = Election(f"http://{etcd.address}", "test", shard, name, f"127.0.0.1:{1000 + len(started)}")
         started.append(election)
         election.start()
         return election
@@ -256,6 +254,7 @@ def role(election: Election) -> str:
     return election.role(time.monotonic())
 
 
+@needs_etcd
 def test_one_leads_and_when_it_ends_the_other_does_at_once(elections: Callable[..., Election]) -> None:
     a = elections(b"a")
     eventually(lambda: role(a) == LEADER)
@@ -268,8 +267,9 @@ def test_one_leads_and_when_it_ends_the_other_does_at_once(elections: Callable[.
     assert role(a) == FOLLOWER
 
 
+@needs_etcd
 def test_without_etcd_nobody_leads_and_with_it_one_does_again(
-    etcd: EtcdServer, elections: Callable[..., Election], caplog: pytest.LogCaptureFixture
+    etcd: EtcdProcess, elections: Callable[..., Election], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     a, b = elections(b"a"), elections(b"b")
@@ -282,19 +282,21 @@ def test_without_etcd_nobody_leads_and_with_it_one_does_again(
     assert len([record for record in caplog.records if "cannot be used" in record.message]) == 2, "said once each"
 
 
-def test_an_etcd_that_hangs_is_as_good_as_none(etcd: EtcdServer, elections: Callable[..., Election]) -> None:
+@needs_etcd
+def test_an_etcd_that_hangs_is_as_good_as_none(etcd: EtcdProcess, elections: Callable[..., Election]) -> None:
     a = elections(b"a")
     eventually(lambda: role(a) == LEADER)
-    etcd.pause()
+    etcd.signal(signal.SIGSTOP)
     try:
         eventually(lambda: role(a) == FOLLOWER and a.problem)
     finally:
-        etcd.resume()
+        etcd.signal(signal.SIGCONT)
     eventually(lambda: role(a) == LEADER)
 
 
-def test_a_master_says_its_role_and_whom_it_knows(etcd: EtcdServer) -> None:
-    server = MasterServer("127.0.0.1:0", "127.0.0.1:0", shard=(1, 2), etcd=etcd.url, cluster="test")
+@needs_etcd
+def test_a_master_says_its_role_and_whom_it_knows(etcd: EtcdProcess) -> None:
+    server = MasterServer("127.0.0.1:0", "127.0.0.1:0", shard=(1, 2), etcd=f"http://{etcd.address}", cluster="test")
     thread = threading.Thread(target=server.serve)
     thread.start()
     try:
@@ -310,7 +312,7 @@ def test_a_master_says_its_role_and_whom_it_knows(etcd: EtcdServer) -> None:
         server.stop()
         thread.join(timeout=20)
     assert not thread.is_alive()
-    late = Election(etcd.url, "test", 1, b"late", "127.0.0.1:9")
+    late = Election(f"http://{etcd.address}", "test", 1, b"late", "127.0.0.1:9")
     late.start()
     try:
         eventually(lambda: role(late) == LEADER and list(late.masters) == ["127.0.0.1:9"])
