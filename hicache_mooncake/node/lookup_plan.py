@@ -12,11 +12,11 @@ answers = plan.result()
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from hicache_mooncake.node.link_core import LinkView, MasterView, positions_by_shard
 from hicache_mooncake.protocol import HASH_BYTES, Answer, Lookup, LookupReply, Message, Peer, Question, count_hashes
@@ -313,7 +313,7 @@ def _candidates(view: LinkView, shard: int, asker: str, now: float) -> list[str]
     """The masters of a shard, best first; among equals each node has an order of its own, so that all of them have work."""
 
     def rank(master: MasterView) -> tuple[bool, bool, int]:
-        return not master.answers(now), master.warming, zlib.crc32(f"{asker} {master.master}".encode())
+        return not master.answers(now), master.warming, xxhash.xxh64_intdigest(f"{asker} {master.master}")
 
     usable = [master for master in view.masters if master.shard == shard and not master.refusal]
     return [master.master for master in sorted(usable, key=rank)]
