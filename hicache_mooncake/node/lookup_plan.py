@@ -313,7 +313,7 @@ def _candidates(view: LinkView, shard: int, asker: str, now: float) -> list[str]
     """The masters of a shard, best first; among equals each node has an order of its own, so that all of them have work."""
 
     def rank(master: MasterView) -> tuple[bool, bool, int]:
-        return not master.answers(now), master.warming, xxhash.xxh64_intdigest(f"{asker} {master.master}")
+        return not master.answers(now), master.warming, xxhash.xxh64_intdigest(f"{asker} {master.master}".encode())
 
     usable = [master for master in view.masters if master.shard == shard and not master.refusal]
     return [master.master for master in sorted(usable, key=rank)]
