@@ -213,6 +213,17 @@ def test_whoever_has_a_member_in_hand_sees_that_it_was_replaced(members: Members
     assert old.state == GONE
 
 
+def test_two_nodes_at_one_address_are_seen_unless_one_is_silent_or_gone(members: Membership) -> None:
+    join(members, "a")
+    join(members, "b")
+    assert members.at_address("10.0.0.1", 7000, "b") == "a"
+    assert members.at_address("10.0.0.1", 7001, "b") == ""
+    members.touch("b", b"1", 100.0)
+    members.expire(100.0)
+    assert state(members, "a") == GONE
+    assert members.at_address("10.0.0.1", 7000, "b") == ""
+
+
 def test_the_clock_may_turn_back(members: Membership) -> None:
     three(members)
     members.expire(6.0)

@@ -182,7 +182,7 @@ class Membership:
 
     def at_address(self, host: str, port: int, other_than: str) -> str:
         """Name of another live node that advertises this address; "" when there is none."""
-        for member in self._members.values():
+        for member in self.live():
             if member.name != other_than and member.address == (host, port) and not member.silent:
                 return member.name
         return ""
