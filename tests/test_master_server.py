@@ -194,13 +194,14 @@ def test_a_stranger_lists_reads_deletes_and_mounts_nothing(masters, peers, caplo
     assert len([record for record in caplog.records if "--key-file" in record.message]) == 1, "not a line a try"
 
 
-def test_a_node_with_a_key_does_not_talk_to_a_master_without_one_and_that_shows(masters, peers) -> None:
+def test_a_node_with_a_key_does_not_talk_to_a_master_without_one_and_that_shows(masters, peers, caplog) -> None:
     """Nor could somebody who took the master's address get at anything."""
     key = ClusterKey.generate()
     master = masters()
     member = peers(master, lambda socket: secure_client(socket, key))
     assert member.ask(ClusterStatus(), NO_ANSWER_S) is None
     eventually(lambda: master.metric("hicache_master_strangers_total") > 0)
+    assert [record for record in caplog.records if "this master none" in record.getMessage()]
     assert peers(master).states() == {}
 
 

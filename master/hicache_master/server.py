@@ -324,8 +324,9 @@ class MasterServer:
             if now - self._stranger_logged_at > LOG_EVERY_S:
                 self._stranger_logged_at = now
                 log.warning(
-                    "a connection was refused: who made it has no key, or another cluster's (%d since this master started);"
-                    " give every node and tool the same --key-file",
+                    "a connection was refused: who made it %s (%d since this master started);"
+                    " give every master, node and tool the same --key-file",
+                    "has a key, and this master none" if self._doorkeeper is None else "has no key, or another cluster's",
                     self._strangers,
                 )
 
