@@ -91,7 +91,7 @@ class Settings:
     metrics: str = ""
     high_watermark: float = 0.95
     low_watermark: float = 0.90
-    eviction: str = "lru"
+    eviction: str = "adaptive"
     spill: bool = True
     replicate_after: int = 2
     """0: never."""

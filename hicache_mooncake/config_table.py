@@ -268,9 +268,9 @@ SETTINGS: tuple[Setting, ...] = (
         "HICACHE_MOONCAKE_EVICTION",
         ("eviction",),
         choice_of(EVICTIONS),
-        "lru",
+        "adaptive",
         f"Which pages go first when room is needed: {', '.join(EVICTIONS)}. Under each of them the tail of a chain of pages "
-        "goes before its head.",
+        "goes before its head. docs/eviction.md compares them.",
         "--eviction",
     ),
     Setting(

@@ -14,7 +14,7 @@ def test_uniform_pages_fill_the_segment_to_the_last_one() -> None:
     offsets = [allocator.allocate(8192) for _ in range(100)]
     assert sorted(o for o in offsets if o is not None) == [i * 8192 for i in range(100)]
     assert allocator.allocate(1) is None
-    allocator.validate()
+    allocator.validate([(o, 8192) for o in offsets if o is not None])
 
 
 def test_freed_neighbours_coalesce_into_room_for_a_larger_page() -> None:
@@ -22,9 +22,10 @@ def test_freed_neighbours_coalesce_into_room_for_a_larger_page() -> None:
     offsets = [allocator.allocate(GRANULE) for _ in range(16)]
     for offset in offsets[4:8]:
         assert offset is not None
-        allocator.free(offset)
+        allocator.free(offset, GRANULE)
     assert allocator.allocate(4 * GRANULE) == 4 * GRANULE
-    allocator.validate()
+    held = [(o, GRANULE) for o in (*offsets[:4], *offsets[8:]) if o is not None]
+    allocator.validate([*held, (4 * GRANULE, 4 * GRANULE)])
 
 
 def test_a_block_is_rounded_up_to_whole_granules() -> None:
@@ -39,30 +40,36 @@ def test_bad_requests_are_errors_and_change_nothing() -> None:
     with pytest.raises(ValueError, match="0 bytes"):
         allocator.allocate(0)
     with pytest.raises(KeyError):
-        allocator.free(GRANULE)
+        allocator.free(GRANULE, GRANULE)
     with pytest.raises(ValueError, match="at least"):
         Allocator(10)
-    allocator.validate()
+    assert allocator.allocate(GRANULE) == 0
+    allocator.free(0, GRANULE)
+    for offset in (0, 1, -GRANULE, 4 * GRANULE, 400 * GRANULE):
+        with pytest.raises(KeyError):
+            allocator.free(offset, GRANULE)
+    allocator.validate([])
 
 
 def test_a_quarter_of_a_million_cycles_leave_nothing_behind() -> None:
     """P83: uniform and mixed sizes, always half full; afterwards it is one free block again, and so are its books."""
     rng = random.Random(1)
     allocator = Allocator(512 * GRANULE)
-    live: list[int] = []
+    live: list[tuple[int, int]] = []
     for _ in range(250_000):
         if len(live) > 100 or (live and rng.random() < 0.5):
             at = rng.randrange(len(live))
             live[at], live[-1] = live[-1], live[at]
-            allocator.free(live.pop())
+            allocator.free(*live.pop())
         else:
-            offset = allocator.allocate(rng.choice((1, 1, 1, 2, 3)) * GRANULE)
+            size = rng.choice((1, 1, 1, 2, 3)) * GRANULE
+            offset = allocator.allocate(size)
             if offset is not None:
-                live.append(offset)
-    for offset in live:
-        allocator.free(offset)
-    allocator.validate()
-    assert (allocator.used, allocator._size_of_free, allocator._size_of_used) == (0, {0: allocator.capacity}, {})
+                live.append((offset, size))
+    for offset, size in live:
+        allocator.free(offset, size)
+    allocator.validate([])
+    assert (allocator.used, allocator._size_of_free) == (0, {0: allocator.capacity})
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,10 +89,9 @@ def test_any_sequence_keeps_every_byte_in_one_block(steps: list[tuple[bool, int]
                 assert free < size or live, "an empty segment must have room"
         else:
             offset = rng.choice(list(live))
-            del live[offset]
-            allocator.free(offset)
-        allocator.validate()
-    for offset in live:
-        allocator.free(offset)
-    allocator.validate()
+            allocator.free(offset, live.pop(offset))
+        allocator.validate(live.items())
+    for offset, size in live.items():
+        allocator.free(offset, size)
+    allocator.validate([])
     assert allocator.allocate(allocator.capacity) == 0

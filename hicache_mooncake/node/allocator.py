@@ -7,6 +7,8 @@ freed, so eviction of neighbours makes room for larger pages.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 GRANULE = 4096
 """Bodies are page-aligned: a copy between differently aligned pages runs at half the rate."""
 
@@ -30,7 +32,8 @@ class Allocator:
         if self.capacity <= 0:
             raise ValueError(f"segment of {capacity_bytes} bytes: at least {GRANULE} are needed")
         self.used = 0
-        self._size_of_used: dict[int, int] = {}
+        self._begins = bytearray((self.capacity // GRANULE + 7) // 8)
+        """A bit a granule: 1 where a block begins that is used. Its size is its owner's to know, who has it anyway."""
         self._size_of_free: dict[int, int] = {}
         self._start_of_free_end: dict[int, int] = {}
         self._bins: dict[int, dict[int, None]] = {}
@@ -59,14 +62,21 @@ class Allocator:
             if end < start + free_size:
                 self._insert_free(end, start + free_size - end)
             carved = range(start, end, size)
-            self._size_of_used.update(dict.fromkeys(carved, size))
+            for at in carved:
+                self._begins[at // GRANULE >> 3] |= 1 << (at // GRANULE & 7)
             offsets.extend(carved)
         self.used += len(offsets) * size
         return offsets
 
-    def free(self, offset: int) -> int:
-        """Give a block back; returns its size in bytes. Raises KeyError for an offset that is not allocated."""
-        size = self._size_of_used.pop(offset)
+    def free(self, offset: int, size_bytes: int) -> int:
+        """Give a block back that was allocated with this size; returns how many bytes are free now that were not. Raises
+        KeyError for an offset where none begins that is allocated."""
+        granule, rest = divmod(offset, GRANULE)
+        byte, bit = granule >> 3, 1 << (granule & 7)
+        if rest or not 0 <= byte < len(self._begins) or not self._begins[byte] & bit:
+            raise KeyError(offset)
+        self._begins[byte] ^= bit
+        size = (size_bytes + GRANULE - 1) // GRANULE * GRANULE
         self.used -= size
         start, end = offset, offset + size
         left = self._start_of_free_end.get(start)
@@ -115,19 +125,25 @@ class Allocator:
             del self._bins[index]
             self._bitmap &= ~(1 << index)
 
-    def validate(self) -> None:
-        """Every byte is in exactly one block, no two free blocks touch, the bins hold exactly the free blocks."""
-        blocks = [(o, s, True) for o, s in self._size_of_used.items()] + [(o, s, False) for o, s in self._size_of_free.items()]
+    def validate(self, used: Iterable[tuple[int, int]]) -> None:
+        """`used`: offset and size of all that its users hold. Every byte is in exactly one block, no two free blocks touch, the
+        bins hold exactly the free blocks."""
+        held = [(offset, (size + GRANULE - 1) // GRANULE * GRANULE) for offset, size in used]
+        begins = bytearray(len(self._begins))
+        for offset, _ in held:
+            begins[offset // GRANULE >> 3] |= 1 << (offset // GRANULE & 7)
+        assert begins == self._begins, "a block without an owner, or an owner without a block"
+        blocks = [(o, s, True) for o, s in held] + [(o, s, False) for o, s in self._size_of_free.items()]
         blocks.sort()
         at, last_free = 0, False
-        for offset, size, used in blocks:
+        for offset, size, taken in blocks:
             assert offset == at, f"gap or overlap at {at}"
             assert size > 0
             assert size % GRANULE == 0
-            assert used or not last_free, f"free blocks touch at {offset}"
-            at, last_free = offset + size, not used
+            assert taken or not last_free, f"free blocks touch at {offset}"
+            at, last_free = offset + size, not taken
         assert at == self.capacity, f"blocks end at {at} of {self.capacity}"
-        assert self.used == sum(self._size_of_used.values())
+        assert self.used == sum(size for _, size in held)
         binned = {start: index for index, members in self._bins.items() for start in members}
         assert binned == {start: _bin_of(size // GRANULE) for start, size in self._size_of_free.items()}
         assert self._bitmap == sum(1 << index for index in self._bins)

@@ -6,7 +6,10 @@ nothing is pinned or reserved on it.
 
 Objects of one group and one hash are the parts of one logical page: the shards of its ranks, its index, its windowed or
 recurrent state. A part without the others restores nothing, so they have one place in the eviction order, a reader or a
-writer of one keeps all, and damage to one ends all.
+writer of one keeps all, and damage to one ends all. Which page goes first is a policy's to say (`node.policy`).
+
+Millions of pages are kept, so a page of one part costs under 400 bytes, nothing here is seen by the garbage collector, and no
+call looks at all of them.
 
 Owners are connections. Whatever an owner holds (pins, reservations) ends with `drop_owner`; pins also end by expiry.
 """
@@ -15,10 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from hicache_mooncake.node.allocator import Allocator
+import msgspec
+
+from hicache_mooncake.node.allocator import GRANULE, Allocator
+from hicache_mooncake.node.policy import DEFAULT_POLICY, Evictable, Lru, Policy, make_policy
 from hicache_mooncake.protocol import FETCH, HASH_BYTES, HAVE, LOCAL, REMOTE, WAIT, WRITE, WRONG_LENGTH
 
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
@@ -28,50 +34,106 @@ OWN, GUEST, REPLICA = 0, 1, 2
 hold as well, and evicted before all others."""
 _EVICTED = (REPLICA, GUEST, OWN)
 
+_GRANULE_BITS = 40
+_GRANULES = (1 << _GRANULE_BITS) - 1
 
-class LogicalPage:
+
+class Home:
+    """The pages of one namespace, until it is cleared; `pages` by hash."""
+
+    __slots__ = ("name", "pages")
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.pages: dict[bytes, LogicalPage] = {}
+
+    def __contains__(self, page_hash: bytes) -> bool:
+        return page_hash in self.pages
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+class Entry(msgspec.Struct, gc=False, eq=False):
+    """The record of one object. `pins` counts readers; a `dead` one has left the index and waits for its last reader."""
+
+    home: Home
+    """Where it is found, until that namespace is cleared."""
+    hash: bytes
+    body: int
+    """Its checksum, over the number of the granule where it begins: one integer costs half of two."""
+    length: int
+    pins: int = 0
+    dead: bool = False
+
+    @property
+    def namespace(self) -> bytes:
+        return self.home.name
+
+    @property
+    def offset(self) -> int:
+        return (self.body & _GRANULES) * GRANULE
+
+    @property
+    def checksum(self) -> int:
+        return self.body >> _GRANULE_BITS
+
+
+class LogicalPage(Evictable, gc=False, eq=False):
     """The parts of one page that this node holds. `writers` counts reservations for more of them, `rank` is OWN, GUEST or
     REPLICA. Each of `parts` has `namespace`, `hash`, `offset`, `length` and `checksum`; all of it is for reading only."""
 
-    __slots__ = ("group", "hash", "parts", "rank", "writers")
+    group: bytes = b""
+    held: Entry | list[Entry] | None = None
+    """Its parts; one by itself, as most pages have no more."""
+    rank: int = OWN
+    writers: int = 0
 
-    def __init__(self, group: bytes, page_hash: bytes) -> None:
-        self.group = group
-        self.hash = page_hash
-        self.parts: list[Entry] = []
-        self.writers = 0
-        self.rank = OWN
+    @property
+    def parts(self) -> list[Entry]:
+        held = self.held
+        return held if isinstance(held, list) else [] if held is None else [held]
 
     @property
     def in_use(self) -> bool:
-        return self.writers > 0 or any(part.pins for part in self.parts)
+        held = self.held
+        if self.writers:
+            return True
+        return any(part.pins for part in held) if isinstance(held, list) else held is not None and held.pins > 0
+
+    def part(self, home: Home) -> Entry:
+        """Its object in a namespace that has it."""
+        held = self.held
+        if isinstance(held, Entry):
+            return held
+        return next(part for part in self.parts if part.home is home)
+
+    def add(self, part: Entry) -> None:
+        held = self.held
+        if held is None:
+            self.held = part
+        elif isinstance(held, list):
+            held.append(part)
+        else:
+            self.held = [held, part]
+
+    def take(self, part: Entry) -> None:
+        left = [other for other in self.parts if other is not part]
+        self.held = left if len(left) > 1 else left[0] if left else None
 
 
-class Entry:
-    """The record of one object. `pins` counts readers; a `dead` entry has left the index and waits for its last reader."""
+class Group:
+    """The pages of one group. Those all of whose parts are in the namespace `first` and that nobody writes are found there;
+    all others are in `pages`. So the usual group, of one namespace, costs no second index."""
 
-    __slots__ = ("checksum", "dead", "hash", "home", "length", "namespace", "offset", "page", "pins")
+    __slots__ = ("count", "first", "name", "pages")
 
-    def __init__(
-        self,
-        home: dict[bytes, Entry],
-        page: LogicalPage,
-        namespace: bytes,
-        page_hash: bytes,
-        offset: int,
-        length: int,
-        checksum: int,
-    ) -> None:
-        self.home = home
-        """The dict that holds it: its namespace's in the index, until that namespace is cleared."""
-        self.page = page
-        self.namespace = namespace
-        self.hash = page_hash
-        self.offset = offset
-        self.length = length
-        self.checksum = checksum
-        self.pins = 0
-        self.dead = False
+    def __init__(self, name: bytes, first: bytes) -> None:
+        self.name = name
+        self.first = first
+        self.pages: dict[bytes, LogicalPage] = {}
+        self.count = 0
+        """Of all its pages."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -120,7 +182,10 @@ class Stats:
 
 
 class Store:
-    """Not thread-safe: the service holds one lock around every call. All calls are O(keys asked) plus evictions."""
+    """Not thread-safe: the service holds one lock around every call. All calls are O(keys asked) plus evictions.
+
+    `policy`: which of its own pages go first, by its name in `node.policy.POLICIES` (ValueError for another); guests and
+    replicas are least recently used first. `max_objects`: never more objects than this, 0 for any number."""
 
     def __init__(
         self,
@@ -134,6 +199,7 @@ class Store:
         track_changes: bool = False,
         max_changes: int = 1_000_000,
         max_objects: int = 0,
+        policy: str = DEFAULT_POLICY,
     ) -> None:
         self.allocator = Allocator(capacity_bytes)
         self.high_bytes = int(self.allocator.capacity * high_watermark)
@@ -143,12 +209,12 @@ class Store:
         self.max_pinned_share = max_pinned_share
         self.stats = Stats()
         self.pinned_bytes = 0
-        self._index: dict[bytes, dict[bytes, Entry]] = {}
-        self._pages: dict[bytes, dict[bytes, LogicalPage]] = {}
-        """By group and hash, those with parts or writers."""
-        self._orders: list[OrderedDict[LogicalPage, None]] = [OrderedDict(), OrderedDict(), OrderedDict()]
-        """By rank, those with parts, least recently used first. Touched leaf first, so that the head of a chain outlives its
-        tail."""
+        self._index: dict[bytes, Home] = {}
+        self._groups: dict[bytes, Group] = {}
+        self._policies: list[Policy[LogicalPage]] = [make_policy(policy), Lru(), Lru()]
+        """By rank: they have the pages that have parts."""
+        self._foreign = 0
+        """Pages that are not OWN."""
         self.max_objects = max_objects
         self._objects = 0
         self._reserved = 0
@@ -156,7 +222,9 @@ class Store:
         self._reservations: dict[int, Reservation] = {}
         self._claims: dict[tuple[bytes, bytes], tuple[int, float]] = {}
         """(namespace, hash) of what claimed reservations are for: the transaction, and until when others wait for it."""
-        self._condemned: deque[dict[bytes, Entry]] = deque()
+        self._held_by: dict[int, set[int]] = {}
+        """Ids of the pins and reservations of each owner."""
+        self._condemned: deque[Home] = deque()
         """Namespaces that were cleared: out of the index, their objects still to be taken apart by `sweep`."""
         self._next_id = 1
         self._evicting = False
@@ -178,35 +246,40 @@ class Store:
 
     def present(self, namespace: bytes, hashes: bytes, *, touch: bool = True) -> bytes:
         """One byte per key: 1 where this node holds it. Touches leaf first; pins nothing."""
-        objects = self._index.get(namespace)
+        home = self._index.get(namespace)
         count = len(hashes) // HASH_BYTES
         self.stats.lookups += 1
         self.stats.lookup_keys += count
-        if not objects:
+        if home is None:
             return bytes(count)
-        get = objects.get
-        found = [get(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
-        if touch:
-            for entry in reversed(found):
-                if entry is not None:
-                    self._orders[entry.page.rank].move_to_end(entry.page)
-        column = bytes([entry is not None for entry in found])
-        self.stats.hit_keys += column.count(1)
+        found = list(map(home.pages.get, _split(hashes)))
+        if None not in found:
+            column = b"\x01" * count
+            here = found
+        else:
+            column = bytes([page is not None for page in found])
+            here = [page for page in found if page is not None]
+        if touch and here:
+            self._touched(here)  # type: ignore[arg-type]
+        self.stats.hit_keys += len(here)
         return column
 
     def locate(
         self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float, *, touch: bool = True
     ) -> tuple[int, bytearray, list[int], list[int]]:
         """Pin what is here: (pin id, status column, offsets, checksums). The pin ends by release, expiry or its owner's end."""
-        objects = self._index.get(namespace) or {}
+        home = self._index.get(namespace)
         count = len(hashes) // HASH_BYTES
         status, where, checksum = bytearray(count), [0] * count, [0] * count
         pinned: list[Entry] = []
+        pages: list[LogicalPage] = []
         budget = int(self.allocator.capacity * self.max_pinned_share)
-        for i in range(count):
-            entry = objects.get(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
-            if entry is None:
+        found = map(home.pages.get, _split(hashes)) if home is not None else ()
+        for i, page in enumerate(found):
+            if page is None:
                 continue
+            assert home is not None
+            entry = page.part(home)
             if entry.length != length:
                 status[i] = WRONG_LENGTH
                 self.stats.reasons["wrong_length"] += 1
@@ -216,13 +289,15 @@ class Store:
                 continue
             self._pin(entry)
             pinned.append(entry)
-            status[i], where[i], checksum[i] = LOCAL, entry.offset, entry.checksum
-        if touch:
-            for entry in reversed(pinned):
-                self._orders[entry.page.rank].move_to_end(entry.page)
+            pages.append(page)
+            body = entry.body
+            status[i], where[i], checksum[i] = LOCAL, (body & _GRANULES) * GRANULE, body >> _GRANULE_BITS
+        if touch and pages:
+            self._touched(pages)
         pin = self._new_id()
         if pinned:
             self._pins[pin] = PinSet(owner, pinned, now + self.pin_seconds)
+            self._hold(owner, pin)
         return pin, status, where, checksum
 
     def release(self, owner: int, pin: int, *, loaded: int = 0) -> None:
@@ -231,6 +306,7 @@ class Store:
         if held is None or held.owner != owner:
             return
         del self._pins[pin]
+        self._let_go(owner, pin)
         loaded = min(loaded, len(held.entries))
         self.stats.loaded += loaded
         self.stats.loaded_bytes += loaded * held.entries[0].length
@@ -238,9 +314,11 @@ class Store:
 
     def expire_pins(self, now: float) -> int:
         """Ends the pins whose time is over. Their readers verify what they read, so the worst is a miss."""
-        ended = [pin for pin, held in self._pins.items() if held.expires <= now]
+        ended = [pin for pin, _ in itertools.takewhile(lambda item: item[1].expires <= now, self._pins.items())]
         for pin in ended:
-            self._unpin(self._pins.pop(pin).entries)
+            held = self._pins.pop(pin)
+            self._let_go(held.owner, pin)
+            self._unpin(held.entries)
         self.stats.expired_pins += len(ended)
         return len(ended)
 
@@ -264,17 +342,25 @@ class Store:
 
         After the first key without room the rest is REFUSED too: without that page nobody could use them.
         """
-        objects = self._index.get(namespace) or {}
+        home = self._index.get(namespace)
         count = len(hashes) // HASH_BYTES
         status, where = bytearray(count), [0] * count
         reservation = Reservation(owner, namespace, length, [], [], hashes, rank)
-        each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
-        found = [objects.get(page_hash) for page_hash in each]
-        present = [entry for entry in found if entry is not None and entry.length == length]
-        for entry in present:
-            self._pin(entry)  # not evicted to make room for its own suffix
-        missing = [i for i, entry in enumerate(found) if entry is None or entry.length != length]
-        pages = [self._written(group or namespace, each[i]) for i in missing]
+        each = _split(hashes)
+        found = [None] * count if home is None else [home.pages.get(page_hash) for page_hash in each]
+        present: list[LogicalPage] = []
+        parts: list[Entry] = []
+        missing: list[int] = []
+        for i, known in enumerate(found):
+            part = known.part(home) if known is not None and home is not None else None
+            if known is None or part is None or part.length != length:
+                missing.append(i)
+                found[i] = None
+                continue
+            present.append(known)
+            parts.append(part)
+            self._pin(part)  # not evicted to make room for its own suffix
+        pages = self._written(group or namespace, namespace, [each[i] for i in missing])
         offsets = self._allocate_many(length, len(missing), evict)
         for i, offset in zip(missing, offsets, strict=False):
             status[i], where[i] = WRITE, offset
@@ -285,19 +371,20 @@ class Store:
         end = missing[len(offsets)] if len(offsets) < len(missing) else count
         self.stats.refused += len(missing) - len(offsets)
         for i, known in enumerate(found[:end]):
-            if known is not None and known.length == length:
+            if known is not None:
                 status[i] = HAVE
-        self._unpin(present)
-        for entry in reversed(present):
-            if not entry.dead:
-                if rank == OWN and entry.page.rank == GUEST:
-                    self._rank(entry.page, OWN)
-                self._orders[entry.page.rank].move_to_end(entry.page)
+        self._unpin(parts)
+        if rank == OWN and self._foreign:
+            for page in present:
+                if page.rank == GUEST and page.held is not None:
+                    self._rank(page, OWN)
+        self._touched([page for page in present if page.held is not None], arranged=True)
         self.stats.had += len(present)
         txn = self._new_id()
         if reservation.offsets:
             self._reservations[txn] = reservation
             self._reserved += len(reservation.offsets)
+            self._hold(owner, txn)
         return txn, status, where
 
     def claim(
@@ -311,7 +398,7 @@ class Store:
         `claim_seconds`: the reader is frozen.
         """
         count = len(hashes) // HASH_BYTES
-        each = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        each = _split(hashes)
         first = {page_hash: i for i, page_hash in reversed(list(enumerate(each)))}
         free = [
             i for i, page_hash in enumerate(each) if first[page_hash] == i and not self._is_claimed(namespace, page_hash, now)
@@ -349,72 +436,81 @@ class Store:
             return bytes(len(ok))
         del self._reservations[txn]
         self._reserved -= len(reservation.offsets)
+        self._let_go(owner, txn)
         self._end_claims(txn, reservation)
+        namespace, length = reservation.namespace, reservation.length
         result = bytearray(len(reservation.offsets))
-        fresh: list[Entry] = []
+        new: list[LogicalPage] = []
         column = zip(reservation.pages, reservation.offsets, ok, checksums, strict=False)
-        done = 0
+        done = stored = 0
         for i, (page, offset, whole, checksum) in enumerate(column):
             done = i + 1
-            page_hash = page.hash
             if not whole:
-                self.allocator.free(offset)
+                self.allocator.free(offset, length)
                 self.stats.abandoned += 1
                 continue
             result[i] = 1
-            objects = self._index.setdefault(reservation.namespace, {})
-            existing = objects.get(page_hash)
-            if existing is not None:
-                if existing.length == reservation.length:
-                    self.allocator.free(offset)
+            home = self._home(namespace)
+            other = home.pages.get(page.hash)
+            if other is not None:
+                existing = other.part(home)
+                if existing.length == length:
+                    self.allocator.free(offset, length)
                     continue
-                self._remove(existing)
-                objects = self._index.setdefault(reservation.namespace, {})
-            entry = Entry(objects, page, reservation.namespace, page_hash, offset, reservation.length, checksum)
-            objects[page_hash] = entry
-            if not page.parts:
+                self._remove(other, existing)
+                home = self._home(namespace)
+            entry = Entry(home, page.hash, checksum << _GRANULE_BITS | offset // GRANULE, length)
+            home.pages[page.hash] = page
+            if page.held is None:
                 page.rank = reservation.rank
-                self._orders[page.rank][page] = None
+                new.append(page)
             elif reservation.rank < page.rank:
                 self._rank(page, reservation.rank)
-            page.parts.append(entry)
+            page.add(entry)
             self._objects += 1
-            fresh.append(entry)
-            self.stats.stored += 1
-            self.stats.stored_bytes += entry.length
+            stored += 1
             self._note(True, entry)
+        self.stats.stored += stored
+        self.stats.stored_bytes += stored * length
         for offset in reservation.offsets[done:]:
-            self.allocator.free(offset)
+            self.allocator.free(offset, length)
             self.stats.abandoned += 1
         for page in reservation.pages:
             self._not_written(page)
-        if fresh:
-            self.touch(reservation.namespace, reservation.batch)
+        if new:
+            self._policies[reservation.rank].inserted(new)
+            if reservation.rank != OWN:
+                self._foreign += len(new)
+        if stored and len(new) * HASH_BYTES < len(reservation.batch):
+            self.touch(namespace, reservation.batch)
         return bytes(result)
 
     # ------------------------------------------------------------------ removal
 
     def drop_owner(self, owner: int) -> None:
         """A connection ended: its pins and its uncommitted reservations are over."""
-        for pin in [pin for pin, held in self._pins.items() if held.owner == owner]:
-            self._unpin(self._pins.pop(pin).entries)
-        for txn in [txn for txn, held in self._reservations.items() if held.owner == owner]:
-            reservation = self._reservations.pop(txn)
+        for held in self._held_by.pop(owner, ()):
+            pin = self._pins.pop(held, None)
+            if pin is not None:
+                self._unpin(pin.entries)
+                continue
+            reservation = self._reservations.pop(held)
             self._reserved -= len(reservation.offsets)
-            self._end_claims(txn, reservation)
+            self._end_claims(held, reservation)
             for page, offset in zip(reservation.pages, reservation.offsets, strict=True):
                 self._not_written(page)
-                self.allocator.free(offset)
+                self.allocator.free(offset, reservation.length)
             self.stats.abandoned += len(reservation.offsets)
 
     def discard(self, namespace: bytes, hashes: bytes, reason: str) -> int:
         """Forget objects whose bytes are not what they should be, and the other parts of their pages. Returns how many
         objects went."""
         dropped = 0
-        for at in range(0, len(hashes), HASH_BYTES):
-            entry = self._index.get(namespace, {}).get(hashes[at : at + HASH_BYTES])
-            if entry is not None:
-                dropped += self._remove_page(entry.page)
+        for page_hash in _split(hashes):
+            home = self._index.get(namespace)
+            page = home.pages.get(page_hash) if home is not None else None
+            if page is not None:
+                dropped += self._remove_page(page)
         self.stats.discarded += dropped
         self.stats.reasons[reason] += dropped
         return dropped
@@ -433,10 +529,11 @@ class Store:
         swept = 0
         while swept < limit and self._condemned:
             home = self._condemned[0]
-            if not home:
+            if not home.pages:
                 self._condemned.popleft()
                 continue
-            self._remove(next(iter(home.values())))
+            page = next(iter(home.pages.values()))
+            self._remove(page, page.part(home))
             swept += 1
         return swept
 
@@ -462,14 +559,16 @@ class Store:
     def coldest(self, limit: int, rank: int | None = None) -> list[LogicalPage]:
         """At most `limit` pages that nobody reads or writes, in the order in which they would be evicted: of one rank, or of
         all. Changes nothing."""
-        orders = [self._orders[rank]] if rank is not None else [self._orders[each] for each in _EVICTED]
-        free = (page for order in orders for page in order if not page.in_use)
+        policies = self._policies[rank : rank + 1] if rank is not None else [self._policies[each] for each in _EVICTED]
+        free = (page for policy in policies for page in policy.coldest() if not page.in_use)
         return list(itertools.islice(free, limit))
 
     def hottest(self, limit: int, rank: int | None = None) -> list[LogicalPage]:
         """At most `limit` pages that nobody writes, most recently used first, the head of a chain before its tail."""
-        orders = [self._orders[rank]] if rank is not None else [self._orders[each] for each in reversed(_EVICTED)]
-        whole = (page for order in orders for page in reversed(order) if not page.writers)
+        policies = (
+            self._policies[rank : rank + 1] if rank is not None else [self._policies[each] for each in reversed(_EVICTED)]
+        )
+        whole = (page for policy in policies for page in policy.hottest() if not page.writers)
         return list(itertools.islice(whole, limit))
 
     def pin_pages(self, owner: int, pages: Iterable[LogicalPage], now: float) -> int:
@@ -480,18 +579,19 @@ class Store:
             self._pin(entry)
         if entries:
             self._pins[pin] = PinSet(owner, entries, now + self.pin_seconds)
+            self._hold(owner, pin)
         return pin
 
     def remove_page(self, page: LogicalPage, parts: Sequence[Entry] | None = None) -> int:
         """Forget a page; memory comes back when its last reader is done. Returns how many objects went: none when it is gone
         already, more of it is being written, or, with `parts`, it has not exactly these any longer."""
-        if page.writers or (parts is not None and (len(parts) != len(page.parts) or any(a not in page.parts for a in parts))):
+        if page.writers or (parts is not None and set(parts) != set(page.parts)):
             return 0
         return self._remove_page(page)
 
     def set_rank(self, page: LogicalPage, rank: int) -> None:
         """Make it OWN, GUEST or REPLICA. It counts as used now among those of its new rank. Nothing for a page that is gone."""
-        if page.parts and page.rank != rank:
+        if page.held is not None and page.rank != rank:
             self._rank(page, rank)
 
     # ------------------------------------------------------------------ directory
@@ -507,11 +607,23 @@ class Store:
 
     def snapshot(self) -> list[tuple[bytes, bytes]]:
         """Every key held, as pairs of (namespace, blob of hashes). Pending changes stay: another master may need them."""
+        return [part for parts in self.snapshot_parts() for part in parts]
+
+    def snapshot_parts(self, keys: int = 16_384) -> Iterator[list[tuple[bytes, bytes]]]:
+        """The same in parts of at most so many keys. Not even the namespaces have to be of one moment: each step needs the
+        lock, and between two of them it may be given up. What changes after its part was made is in the changes, which must be
+        told after that part."""
         self.changes_lost = False
-        return [(namespace, b"".join(objects)) for namespace, objects in self._index.items() if objects]
+        for namespace in list(self._index):
+            home = self._index.get(namespace)
+            if home is None:
+                continue
+            held = list(home.pages)
+            for at in range(0, len(held), keys):
+                yield [(namespace, b"".join(held[at : at + keys]))]
 
     def namespaces(self) -> dict[bytes, int]:
-        return {namespace: len(objects) for namespace, objects in self._index.items()}
+        return {namespace: len(home) for namespace, home in self._index.items()}
 
     # ------------------------------------------------------------------ inside
 
@@ -549,55 +661,79 @@ class Store:
         return None
 
     def _evict_one(self) -> bool:
-        """Forget the page that goes first of those that nobody reads or writes. Those in use met on the way move up."""
+        """Forget the page that goes first of those that nobody reads or writes."""
         for rank in _EVICTED:
-            order = self._orders[rank]
-            for _ in range(len(order)):
-                page = next(iter(order))
-                if page.in_use:
-                    order.move_to_end(page)
-                    continue
-                self.stats.evicted_bytes += sum(part.length for part in page.parts)
-                self.stats.evicted += self._remove_page(page)
+            page = self._policies[rank].victim()
+            if page is not None:
+                self.stats.evicted_bytes += sum([part.length for part in page.parts])
+                self.stats.evicted += self._remove_page(page, evicted=True)
                 return True
         return False
 
     def _rank(self, page: LogicalPage, rank: int) -> None:
-        del self._orders[page.rank][page]
+        self._foreign += (rank != OWN) - (page.rank != OWN)
+        self._policies[page.rank].removed(page, evicted=False)
         page.rank = rank
-        self._orders[rank][page] = None
+        self._policies[rank].inserted((page,))
 
-    def _remove_page(self, page: LogicalPage) -> int:
+    def _remove_page(self, page: LogicalPage, *, evicted: bool = False) -> int:
         parts = list(page.parts)
         for part in parts:
-            self._remove(part)
+            self._remove(page, part, evicted=evicted)
         return len(parts)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove(self, page: LogicalPage, entry: Entry, *, evicted: bool = False) -> None:
         """Out of the index now; memory when the last reader is done."""
-        del entry.home[entry.hash]
-        if not entry.home and self._index.get(entry.namespace) is entry.home:
-            del self._index[entry.namespace]
-        page = entry.page
-        page.parts.remove(entry)
+        home = entry.home
+        del home.pages[entry.hash]
+        if not home.pages and self._index.get(home.name) is home:
+            del self._index[home.name]
+        page.take(entry)
         self._objects -= 1
-        if not page.parts:
-            del self._orders[page.rank][page]
+        if page.held is None:
+            self._policies[page.rank].removed(page, evicted=evicted)
+            self._foreign -= page.rank != OWN
             self._drop_if_empty(page)
         entry.dead = True
         self._note(False, entry)
         if entry.pins == 0:
-            self.allocator.free(entry.offset)
+            self.allocator.free(entry.offset, entry.length)
 
     def touch(self, namespace: bytes, hashes: bytes) -> None:
-        """These pages of a chain, head first, count as used now, those that are here: the head last, so that it goes last."""
-        objects = self._index.get(namespace)
-        if not objects:
-            return
-        for at in range(len(hashes) - HASH_BYTES, -1, -HASH_BYTES):
-            entry = objects.get(hashes[at : at + HASH_BYTES])
-            if entry is not None:
-                self._orders[entry.page.rank].move_to_end(entry.page)
+        """These pages are one chain, head first: those that are here count as recent, the head most of all, so that it goes
+        last. It says nothing of anybody asking for them once more."""
+        home = self._index.get(namespace)
+        if home is not None:
+            found = map(home.pages.get, _split(hashes))
+            self._touched([page for page in found if page is not None], arranged=True)
+
+    def _touched(self, pages: Sequence[LogicalPage], *, arranged: bool = False) -> None:
+        """Head of the chain first."""
+        ranks: Iterable[int] = (OWN,)
+        if self._foreign:
+            ranks = {page.rank for page in pages}
+        for rank in ranks:
+            policy = self._policies[rank]
+            of_it = [page for page in pages if page.rank == rank] if self._foreign else pages
+            if arranged:
+                policy.arranged(of_it)
+            else:
+                policy.touched(of_it)
+
+    def _home(self, namespace: bytes) -> Home:
+        home = self._index.get(namespace)
+        if home is None:
+            home = self._index[namespace] = Home(namespace)
+        return home
+
+    def _hold(self, owner: int, held: int) -> None:
+        self._held_by.setdefault(owner, set()).add(held)
+
+    def _let_go(self, owner: int, held: int) -> None:
+        of_owner = self._held_by[owner]
+        of_owner.discard(held)
+        if not of_owner:
+            del self._held_by[owner]
 
     def _end_claims(self, txn: int, reservation: Reservation) -> None:
         for page in reservation.pages if reservation.claimed else ():
@@ -605,25 +741,46 @@ class Store:
             if self._claims.get(key, (0, 0.0))[0] == txn:  # else another reader has taken it over
                 del self._claims[key]
 
-    def _written(self, group: bytes, page_hash: bytes) -> LogicalPage:
-        """The logical page, with one more writer."""
-        pages = self._pages.setdefault(group, {})
-        page = pages.get(page_hash)
-        if page is None:
-            page = pages[page_hash] = LogicalPage(group, page_hash)
-        page.writers += 1
-        return page
+    def _written(self, name: bytes, namespace: bytes, hashes: Sequence[bytes]) -> list[LogicalPage]:
+        """The logical pages of these hashes, each with one more writer."""
+        if not hashes:
+            return []
+        group = self._groups.get(name)
+        if group is None:
+            group = self._groups[name] = Group(name, namespace)
+        elif not group.pages and group.first not in self._index:
+            group.first = namespace
+        first = self._index.get(group.first)
+        pages: list[LogicalPage] = []
+        for page_hash in hashes:
+            page = group.pages.get(page_hash)
+            if page is None:
+                page = first.pages.get(page_hash) if first is not None else None
+                if page is None or page.group != group.name:
+                    page = LogicalPage(page_hash, group=group.name)
+                    group.count += 1
+                group.pages[page_hash] = page
+            page.writers += 1
+            pages.append(page)
+        return pages
 
     def _not_written(self, page: LogicalPage) -> None:
         page.writers -= 1
         self._drop_if_empty(page)
+        if page.writers == 0 and isinstance(page.held, Entry):
+            group = self._groups[page.group]
+            if page.held.home is self._index.get(group.first) and group.pages.get(page.hash) is page:
+                del group.pages[page.hash]
 
     def _drop_if_empty(self, page: LogicalPage) -> None:
-        if page.parts or page.writers:
+        if page.held is not None or page.writers:
             return
-        pages = self._pages[page.group]
-        if pages.pop(page.hash, None) is not None and not pages:
-            del self._pages[page.group]
+        group = self._groups[page.group]
+        if group.pages.get(page.hash) is page:
+            del group.pages[page.hash]
+        group.count -= 1
+        if not group.count:
+            del self._groups[page.group]
 
     def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
@@ -636,7 +793,7 @@ class Store:
             if entry.pins == 0:
                 self.pinned_bytes -= entry.length
                 if entry.dead:
-                    self.allocator.free(entry.offset)
+                    self.allocator.free(entry.offset, entry.length)
 
     def _note(self, added: bool, entry: Entry) -> None:
         if not self._track_changes or self.changes_lost:
@@ -651,37 +808,59 @@ class Store:
 
     def entries(self) -> Iterator[Entry]:
         """Every object, those of the pages that go first first."""
-        return (part for rank in _EVICTED for page in self._orders[rank] for part in page.parts)
+        return (part for rank in _EVICTED for page in self._policies[rank].coldest() for part in page.parts)
 
     def validate(self) -> None:
         """Everything that must hold between two calls; tests run it after every event."""
-        self.allocator.validate()
         homes = [*self._index.values(), *self._condemned]
-        indexed = [entry for objects in homes for entry in objects.values()]
-        assert all(entry.home is objects for objects in homes for entry in objects.values())
+        indexed: list[Entry] = []
+        pages: list[LogicalPage] = []
+        for home in homes:
+            for page_hash, page in home.pages.items():
+                assert page.hash == page_hash
+                assert [part.home for part in page.parts].count(home) == 1
+                assert page.part(home).home is home
+                indexed.append(page.part(home))
+                pages.append(page)
+        assert all(not entry.dead and entry.hash in entry.home.pages for entry in indexed)
         assert sorted(map(id, indexed)) == sorted(map(id, self.entries())), "index and eviction order hold the same objects"
         assert len(indexed) == self._objects
-        pages = [page for pages in self._pages.values() for page in pages.values()]
-        assert all(self._pages[page.group][page.hash] is page for page in pages)
-        for rank, order in enumerate(self._orders):
-            ranked = {id(page) for page in pages if page.parts and page.rank == rank}
-            assert ranked == set(map(id, order)), "pages with parts can be evicted, each by its rank"
+        pages = list({id(page): page for page in pages}.values())
+        for rank, policy in enumerate(self._policies):
+            policy.validate()
+            ranked = sorted(id(page) for page in pages if page.rank == rank)
+            assert ranked == sorted(map(id, policy.coldest())), "pages with parts can be evicted, each by its rank"
+            assert ranked == sorted(map(id, policy.hottest()))
+            assert len(policy) == len(ranked)
+        assert self._foreign == sum(page.rank != OWN for page in pages)
+        pages += [page for group in self._groups.values() for page in group.pages.values() if page.held is None]
+        assert all(page.held is None or isinstance(page.held, Entry) or len(page.held) > 1 for page in pages)
+        counted = Counter(page.group for page in pages)
+        assert counted == {name: group.count for name, group in self._groups.items()}
+        for group in self._groups.values():
+            assert all(page.group == group.name and page.hash == page_hash for page_hash, page in group.pages.items())
+            assert {id(page) for page in group.pages.values()} <= set(map(id, pages))
+        for page in pages:
+            known = self._groups[page.group].pages.get(page.hash)
+            plain = all(part.namespace == self._groups[page.group].first for part in page.parts)
+            condemned = all(part.home in self._condemned for part in page.parts)
+            assert known is page or (plain and not page.writers) or (condemned and not page.writers), "it is found as a whole"
         assert self._reserved == sum(len(held.offsets) for held in self._reservations.values())
         assert not self.max_objects or self._objects + self._reserved <= self.max_objects
+        owned = {(held.owner, pin) for pin, held in self._pins.items()}
+        owned |= {(held.owner, txn) for txn, held in self._reservations.items()}
+        assert owned == {(owner, held) for owner, of_owner in self._held_by.items() for held in of_owner}
+        assert all(self._held_by.values())
         writers = Counter(id(page) for held in self._reservations.values() for page in held.pages)
         assert all((page.parts or page.writers) and page.writers == writers[id(page)] for page in pages)
-        assert all(part.page is page and part.hash == page.hash for page in pages for part in page.parts)
+        assert all(part.hash == page.hash for page in pages for part in page.parts)
         assert set(writers) <= set(map(id, pages))
         for (namespace, page_hash), (txn, _) in self._claims.items():
             claimant = self._reservations[txn]
             assert claimant.claimed
             assert claimant.namespace == namespace
             assert page_hash in {page.hash for page in claimant.pages}
-        for namespace, objects in self._index.items():
-            assert objects, "an empty namespace has no dict"
-            for page_hash, entry in objects.items():
-                assert (entry.namespace, entry.hash) == (namespace, page_hash)
-                assert not entry.dead
+        assert all(home.pages and home.name == namespace for namespace, home in self._index.items()), "none is kept empty"
         pins: Counter[int] = Counter()
         by_id: dict[int, Entry] = {}
         for held in self._pins.values():
@@ -693,10 +872,13 @@ class Store:
         for key, entry in by_id.items():
             assert entry.pins == pins[key], f"{entry.pins} pins counted, {pins[key]} held"
         assert self.pinned_bytes == sum(entry.length for entry in by_id.values() if entry.pins)
-        blocks = [entry.offset for entry in by_id.values()]
-        blocks += [offset for held in self._reservations.values() for offset in held.offsets]
-        assert len(blocks) == len(set(blocks)), "two objects share a block"
-        assert sorted(blocks) == sorted(self.allocator._size_of_used), "a block without an owner, or an owner without a block"
+        blocks = [(entry.offset, entry.length) for entry in by_id.values()]
+        blocks += [(offset, held.length) for held in self._reservations.values() for offset in held.offsets]
+        self.allocator.validate(blocks)
+
+
+def _split(hashes: bytes) -> list[bytes]:
+    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
 
 def _group(keys: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
