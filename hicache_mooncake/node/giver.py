@@ -27,6 +27,8 @@ LOOK_S = 0.1
 _AFTER_NOTHING_S = 1.0
 _CONNECT_S = 1.0
 _PUSH_S = 10.0
+_BATCH_S = 20.0
+"""For all parts of a batch: less than a pin lasts."""
 _MAX_CONNECTIONS = 8
 
 
@@ -52,6 +54,7 @@ class Giver:
         self._node = node
         self._urgent = threading.Event()
         self._end_at = float("inf")
+        self._batch_until = 0.0
         self._connections: OrderedDict[tuple[str, int], tcp.PeerConnection] = OrderedDict()
         self._quiet = QuietLog(log)
         self._thread = threading.Thread(target=self._run, name="giver", daemon=True)
@@ -120,6 +123,7 @@ class Giver:
     def _drive(self, steps: GiveSteps | Steps[int]) -> int:
         node = self._node
         answer: Told | Given | None = None
+        self._batch_until = time.monotonic() + _BATCH_S
         try:
             with node.lock:
                 wanted = next(steps)
@@ -134,7 +138,7 @@ class Giver:
                 steps.close()  # what it had pinned is let go of under the lock
 
     def _push(self, give: Give) -> Given | None:
-        deadline = min(time.monotonic() + _PUSH_S, self._end_at)
+        deadline = min(time.monotonic() + _PUSH_S, self._batch_until, self._end_at)
         key = (give.peer.host, give.peer.port)
         try:
             connection = self._connected(give.peer, deadline)

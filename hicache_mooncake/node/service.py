@@ -1,30 +1,28 @@
 """The store node: one daemon a host that owns a DRAM segment and outlives the engines.
 
-This is the thin shell around `Store`: a UNIX socket for the ranks and their movers, a TCP port for other nodes' reads, a link
-to the metadata masters, `/metrics`, and one housekeeping loop. A thread per connection; one lock around the store.
+This is the thin shell around `NodeCore`: a UNIX socket for the ranks and their movers, a TCP port for other nodes, a link to
+the metadata masters, `/metrics`, a thread that gives pages away and one that keeps house. One lock around the core.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import logging
 import os
 import random
 import secrets
 import socket
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar, cast
 
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings, join_address, split_address
+from hicache_mooncake.config_values import master_addresses
 from hicache_mooncake.ending import Ending
 from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.core import LOOKUP_TIMEOUT_S, NodeCore, Report, Steps
@@ -32,23 +30,19 @@ from hicache_mooncake.node.data_server import DataServer
 from hicache_mooncake.node.drain import drain
 from hicache_mooncake.node.giver import Giver
 from hicache_mooncake.node.link_session import Busy
-from hicache_mooncake.node.master_link import DEFAULT_MASTER_PORT, JoinFacts, MasterLink, Usage
+from hicache_mooncake.node.master_link import JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.metrics import NodeMetrics
+from hicache_mooncake.node.rank_server import RankServer
 from hicache_mooncake.node.store import Store
 from hicache_mooncake.observe import Observatory
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.security import ClusterKey, SecurityError
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
 from hicache_mooncake.transfer.tcp import listen
-from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
 
 log = logging.getLogger(__name__)
 
-_from_client = p.decoder(p.FromClient)
-
-_MAX_CONNECTIONS = 1024
 _HOUSEKEEPING_S = 0.05
-_SEND_TIMEOUT_S = 5.0
 _SNAPSHOT_PART_KEYS = 16_384
 _BRIEFLY_S = 0.02
 _HEALTH_LOCK_S = 2.0
@@ -82,12 +76,8 @@ class Node:
         self.metrics_address = ""
         self.data_address = ""
         self._owners = itertools.count(1)
-        self._connections: dict[int, Wire] = {}
-        self._connections_lock = threading.Lock()
         self._stopping = threading.Event()
         self._cleanup = contextlib.ExitStack()
-        self._last_client_at = time.monotonic()
-        self.connections_refused = 0
         self._quiet = QuietLog(log)
         self.core = NodeCore(
             self.name,
@@ -100,6 +90,7 @@ class Node:
             replicate_after=settings.replicate_after,
         )
         self.data_key = b""
+        self.ranks = RankServer(self, settings.socket)
         self.giver = Giver(self)
         self.started_at = time.monotonic()
         self._joined_at = self.started_at
@@ -121,7 +112,8 @@ class Node:
     def _start(self) -> None:
         sys.setswitchinterval(0.0005)  # many short handlers, no long computation: nobody should wait 5 ms for a turn
         key = self._load_key()
-        unix = self._listen_unix()
+        self._cleanup.callback(self.ranks.close)
+        self.ranks.bind()
         self.segment_fd, self.segment = self._make_segment()
         try:
             tcp = listen(self.settings.listen)
@@ -157,8 +149,7 @@ class Node:
         self.giver.start()
         self._cleanup.callback(self.giver.stop)
         self._thread(self._housekeeping, "housekeeping")
-        unix.listen(256)  # only now: whoever can connect can be served
-        self._thread(lambda: self._accept(unix), "accept")
+        self.ranks.start()
         self.segment.populate_in_background()
         log.info(
             "node %s serves: socket=%s data=%s metrics=%s dram=%d bytes masters=%s incarnation=%s version=%s",
@@ -180,19 +171,17 @@ class Node:
         if self._stopping.is_set():
             return
         self._stopping.set()
-        with contextlib.suppress(OSError):
-            os.unlink(self.settings.socket)
-        with self._connections_lock:
-            wires = list(self._connections.values())
-        for wire in wires:
-            wire.shutdown()
+        self.ranks.hang_up()
         self.link.close()  # first: nobody is to be told of pages that are no longer served
         self._cleanup.close()
 
     def idle_seconds(self) -> float:
         """How long no rank has been connected."""
-        with self._connections_lock:
-            return 0.0 if self._connections else time.monotonic() - self._last_client_at
+        return self.ranks.idle_seconds()
+
+    @property
+    def connections_refused(self) -> int:
+        return self.ranks.refused
 
     def _load_key(self) -> ClusterKey | None:
         if not self.settings.key_file:
@@ -203,29 +192,6 @@ class Node:
             raise NodeError(str(error)) from error
         self.data_key = key.data_key
         return key
-
-    def _listen_unix(self) -> socket.socket:
-        path = Path(self.settings.socket)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = path.parent.stat()
-        if owner.st_uid not in (os.getuid(), 0) or (owner.st_mode & stat.S_IWOTH and not owner.st_mode & stat.S_ISVTX):
-            raise NodeError(f"--socket {path}: {path.parent} belongs to another user or is writable by everyone")
-        lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._cleanup.callback(os.close, lock_fd)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise NodeError(f"--socket {path}: another node serves this socket. Stop it, or choose another --socket") from error
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # left by a node that was killed: we hold its lock, so it is gone
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._cleanup.callback(sock.close)
-        old_mask = os.umask(0o177)
-        try:
-            sock.bind(str(path))
-        finally:
-            os.umask(old_mask)
-        return sock
 
     def _make_segment(self) -> tuple[int, Mapping]:
         length = self.store.allocator.capacity
@@ -255,7 +221,7 @@ class Node:
         if not self.settings.masters:
             return "127.0.0.1", bound_port
         # The address this host uses towards the master; connecting a datagram socket sends nothing.
-        master, port = split_address(self.settings.masters[0].removeprefix("tcp://"), DEFAULT_MASTER_PORT)
+        master, port = master_addresses(self.settings.masters[0].removeprefix("tcp://"))[0]
         try:
             family, kind, proto, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, proto) as probe:
@@ -272,80 +238,21 @@ class Node:
 
     # ------------------------------------------------------------------ ranks and movers
 
-    def _accept(self, unix: socket.socket) -> None:
-        while not self._stopping.is_set():
-            try:
-                sock, _ = unix.accept()
-            except OSError:
-                if self._stopping.is_set():
-                    return
-                time.sleep(0.05)  # out of descriptors: serve those that are connected
-                continue
-            with self._connections_lock:
-                full = len(self._connections) >= _MAX_CONNECTIONS
-                owner = next(self._owners)
-                wire = Wire(sock)
-                if not full:
-                    self._connections[owner] = wire
-            if full:
-                self.connections_refused += 1
-                wire.close()
-                continue
-            try:
-                self._thread(lambda owner=owner, wire=wire: self._serve(owner, wire), f"client-{owner}")  # type: ignore[misc]
-            except RuntimeError as error:  # no more threads for this user or container: not the end of the socket
-                with self._connections_lock:
-                    self._connections.pop(owner, None)
-                self.connections_refused += 1
-                wire.close()
-                self._quiet(logging.ERROR, "thread", f"a client was turned away: {error}. Raise the limit of processes")
-                time.sleep(0.05)
-
     def new_owner(self) -> int:
         return next(self._owners)
 
-    def _serve(self, owner: int, wire: Wire) -> None:
-        client = "?"
-        try:
-            hello = wire.receive(_from_client, time.monotonic() + _SEND_TIMEOUT_S)
-            if not isinstance(hello, p.Hello):
-                raise p.ProtocolError("the first message must be Hello")
-            client = f"{hello.role} {hello.client}"
-            version = p.negotiate(hello.version_min, hello.version_max)
-            if version is None:
-                reason = (
-                    f"this node speaks protocol {p.PROTOCOL_MIN}..{p.PROTOCOL_MAX}, the client "
-                    f"{hello.version_min}..{hello.version_max}: install the same hicache-mooncake release on both sides"
-                )
-                log.error("refused %s: %s", client, reason)
-                self.connections_refused += 1
-                wire.send(p.Refused(reason), deadline=time.monotonic() + _SEND_TIMEOUT_S)
-                return
-            moves = hello.role in ("load", "store")
-            data_key = self.data_key if moves else b""
-            welcome = p.Welcome(version, self.name, self.incarnation, self.segment.length, data_key)
-            fds = [self.segment_fd] if moves else []
-            wire.send(welcome, fds, time.monotonic() + _SEND_TIMEOUT_S)
-            while True:
-                answer = self._handle(owner, wire.receive(_from_client))
-                if answer is not None:
-                    wire.send(answer, deadline=time.monotonic() + _SEND_TIMEOUT_S)
-        except WireClosed:
-            pass
-        except (WireTimeout, p.ProtocolError) as error:
-            self._quiet(logging.WARNING, "client", f"connection of {client} ended: {error}")
-        except Exception:
-            log.exception("connection of %s ended by an internal error", client)
-        finally:
-            with self.lock:
-                self.core.drop_owner(owner)
-                self._unclaimed.notify_all()
-            with self._connections_lock:
-                self._connections.pop(owner, None)
-                self._last_client_at = time.monotonic()
-            wire.close()
+    def welcome(self, version: int, role: str) -> tuple[p.Welcome, list[int]]:
+        moves = role in ("load", "store")
+        data_key = self.data_key if moves else b""
+        answer = p.Welcome(version, self.name, self.incarnation, self.segment.length, data_key)
+        return answer, [self.segment_fd] if moves else []
 
-    def _handle(self, owner: int, message: p.Message) -> p.Message | None:
+    def gone(self, owner: int) -> None:
+        with self.lock:
+            self.core.drop_owner(owner)
+            self._unclaimed.notify_all()
+
+    def handle(self, owner: int, message: p.Message) -> p.Message | None:
         match message:
             case p.Clear():
                 return p.Cleared(self.clear(message.namespace, everywhere=message.everywhere))
@@ -411,31 +318,31 @@ class Node:
     # ------------------------------------------------------------------ what the master link reads; it must not wait for long
 
     @contextlib.contextmanager
-    def _briefly(self) -> Iterator[None]:
+    def _within(self, seconds: float) -> Iterator[None]:
         """The lock, or Busy."""
-        if not self.lock.acquire(timeout=_BRIEFLY_S):
-            raise Busy
+        if not self.lock.acquire(timeout=seconds):
+            raise Busy(f"the node's lock has been held for more than {seconds:g} s")
         try:
             yield
         finally:
             self.lock.release()
 
     def _clear_from_master(self, namespace: bytes) -> None:
-        with self._briefly():
+        with self._within(_BRIEFLY_S):
             dropped = self.core.clear(namespace, time.monotonic())
         self.link.notify()
         log.info("cleared %d objects of namespace %s, as another node asked", dropped, namespace.hex())
 
     def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
-        with self._briefly():
+        with self._within(_BRIEFLY_S):
             return self.store.drain_changes(limit)
 
     def changes_lost(self) -> bool:
-        with self._briefly():
+        with self._within(_BRIEFLY_S):
             return self.store.changes_lost
 
     def snapshot(self) -> Iterator[list[tuple[bytes, bytes]]]:
-        with self._briefly():
+        with self._within(_BRIEFLY_S):
             held = self.store.snapshot()
         step = _SNAPSHOT_PART_KEYS * p.HASH_BYTES
         for namespace, blob in held:
@@ -443,7 +350,7 @@ class Node:
                 yield [(namespace, blob[at : at + step])]
 
     def usage(self) -> Usage:
-        with self._briefly():
+        with self._within(_BRIEFLY_S):
             return self.core.usage()
 
     # ------------------------------------------------------------------ housekeeping
@@ -464,7 +371,7 @@ class Node:
                 self.link.notify()
 
     def _missed(self) -> dict[str, int]:
-        with self.lock:
+        with self._within(_HEALTH_LOCK_S):
             return dict(self.core.missed)
 
     def _health(self) -> tuple[bool, dict[str, object]]:
@@ -478,12 +385,11 @@ class Node:
         return not stuck, answer
 
     def _stuck(self) -> list[str]:
-        if not self.lock.acquire(timeout=_HEALTH_LOCK_S):
-            return [f"the node's lock has been held for more than {_HEALTH_LOCK_S:g} s: nothing is answered"]
         try:
-            return self.core.problems(time.monotonic())
-        finally:
-            self.lock.release()
+            with self._within(_HEALTH_LOCK_S):
+                return self.core.problems(time.monotonic())
+        except Busy as error:
+            return [f"{error}: nothing is answered"]
 
     def _masters_away(self, master: str) -> list[str]:
         away_s = time.monotonic() - self._joined_at
@@ -512,11 +418,9 @@ class Node:
             "problems": "; ".join(problems),
             "uptime_s": round(now - self.started_at, 1),
         }
-        with self.lock:
+        with self._within(_HEALTH_LOCK_S):
             report |= self.core.report(now)
-        with self._connections_lock:
-            report["connections"] = len(self._connections)
-        report["connections_refused"] = self.connections_refused
+        report.update(self.ranks.report())
         report.update(self.data.report())
         return report
 
