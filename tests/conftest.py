@@ -16,6 +16,13 @@ import pytest
 from hicache_mooncake.client.embedded import node_answers
 from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.testing.local import free_port
+from tests.faults.recording import (  # noqa: F401 (what pytest looks for)
+    measured,
+    pytest_configure,
+    pytest_runtest_call,
+    pytest_runtest_makereport,
+    pytest_sessionfinish,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
