@@ -52,6 +52,8 @@ class Options:
     validate_share: float = 0.1
     """Of all events after which the state machine that took them checks itself whole."""
     store: Callable[[dict[str, Any]], Store] = lambda options: Store(**options)
+    settle_s: float = SETTLE_S
+    """How long masters may need after the last fault."""
     sabotage: Callable[[Cluster], None] | None = None
     """Breaks something on purpose, once the cluster is made: the run must fail."""
 
@@ -205,11 +207,6 @@ class Cluster:
         found = []
         for master in self.masters:
             shard, shards = master.options["shard"]
-            for node in self.nodes:
-                member = master.core.membership.get(node.name, node.incarnation)
-                state = member.state if member is not None else "unknown"
-                if state != "active":
-                    found.append(f"{master.address} says that {node.name} is {state}")
             for pool in self.pools:
                 for of in self.hashes():
                     if p.shard_of(of, shards) != shard:
@@ -218,6 +215,11 @@ class Cluster:
                     held = {node.name for node in self.nodes if self.holds(node, pool, of)}
                     if known != held:
                         found.append(f"{master.address}: {of[:4].hex()} is on {sorted(held)}, not on {sorted(known)}")
+            for node in self.nodes:
+                member = master.core.membership.get(node.name, node.incarnation)
+                state = member.state if member is not None else "unknown"
+                if state != "active":
+                    found.append(f"{master.address} says that {node.name} is {state}")
             if master.core.warming:
                 found.append(f"{master.address} is warming")
         for node in self.nodes:
@@ -234,8 +236,9 @@ class Cluster:
     def holds(node: SimNode, pool: Pool, of: bytes) -> bool:
         return of in node.store._index.get(pool.namespace, ())
 
-    def settle(self, limit_s: float = SETTLE_S) -> float:
+    def settle(self, limit_s: float | None = None) -> float:
         """Let time pass until every master knows what every node holds; returns how long it took."""
+        limit_s = self.options.settle_s if limit_s is None else limit_s
         began = self.world.now
         while found := self.differences():
             if self.world.now - began > limit_s:
@@ -243,11 +246,11 @@ class Cluster:
             self.world.run_for(0.5)
         return self.world.now - began
 
-    def check_idle(self) -> None:
-        """Nobody is there any more: nothing is held for anybody."""
+    def leftovers(self) -> list[str]:
+        """What is held although nobody is there any more."""
+        found = []
         for node in self.nodes:
             store = node.store
-            node.core.validate()
             held = {
                 "pins": len(store._pins),
                 "pinned bytes": store.pinned_bytes,
@@ -260,7 +263,15 @@ class Cluster:
             }
             left = {what: count for what, count in held.items() if count}
             if left:
-                raise Violation(f"{node.name} keeps {left} for nobody")
+                found.append(f"{node.name} keeps {left} for nobody")
+        return found
+
+    def check_idle(self) -> None:
+        """Nobody is there any more: nothing is held for anybody."""
+        if found := self.leftovers():
+            raise Violation("; ".join(found))
+        for node in self.nodes:
+            node.core.validate()
             node.link.core.validate()
         for master in self.masters:
             master.core.validate()
@@ -314,15 +325,18 @@ class Cluster:
             self.world.run_for(0.02)
 
     def check_clear(self) -> None:
-        """What was cleared everywhere is nowhere."""
-        pool = self.pools[0]
-        rank = self.ranks[0]
-        rank.revive()
-        rank.clear(pool)
+        """What was cleared everywhere is nowhere, also what was on its way from one node to another just then."""
+        pool, rng = self.pools[0], self.world.rng
+        for rank in self.ranks:
+            rank.revive()
+            rank.load(pool, rng.randrange(self.workload.chains), self.workload.pages, lambda outcome: None, shared=True)
+        self.world.run_for(rng.uniform(0.0, 0.05))
+        self.ranks[0].clear(pool)
         self.world.run_for(5.0)
-        rank.stop()
+        for rank in self.ranks:
+            rank.stop()
         for node in self.nodes:
-            if pool.namespace in node.store._index:
+            if any(self.holds(node, pool, of) for of in self.hashes()):
                 raise Violation(f"{node.name} still has pages of a namespace that was cleared")
 
     def figures(self) -> dict[str, int]:
@@ -356,7 +370,9 @@ def run(seed: int, options: Options | None = None, trace: Callable[[str], None] 
     world.run_for(max(5.0, 2 * options.ttl_s))
     took = cluster.settle()
     world.note(f"settled after {took:.1f} s")
-    world.run_for(LONGEST_SEND_S + max(node.options.pin_seconds for node in cluster.nodes))
+    until = world.now + LONGEST_SEND_S + max(node.options.pin_seconds for node in cluster.nodes)
+    while world.now < until and cluster.leftovers():
+        world.run_for(1.0)
     cluster.check_idle()
     cluster.check_lookups()
     cluster.check_clear()

@@ -23,7 +23,7 @@ from .network import Listener, Network, Stream
 from .pages import Body, Pool, Segment, checksum
 from .world import Process, Violation, World, short
 
-HOUSEKEEPING_S = 0.05
+HOUSEKEEPING_S = 0.1
 _SEND_DEADLINE_S = 10.0
 _LONGEST_WAIT_S = 10.0
 _WINDOW = 6
