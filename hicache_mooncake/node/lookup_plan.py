@@ -316,7 +316,9 @@ def _candidates(view: LinkView, shard: int, asker: str, now: float) -> list[str]
         return not master.answers(now), master.warming, xxhash.xxh64_intdigest(f"{asker} {master.master}".encode())
 
     usable = [master for master in view.masters if master.shard == shard and not master.refusal]
-    return [master.master for master in sorted(usable, key=rank)]
+    if len(usable) > 1:
+        usable.sort(key=rank)
+    return [master.master for master in usable]
 
 
 def _fits(question: Question, count: int, answer: Answer) -> bool:

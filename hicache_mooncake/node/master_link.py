@@ -361,6 +361,7 @@ class MasterLink:
         if isinstance(action, Close):
             if connection := self._connections.pop(master, None):
                 connection.close()
+            self._asker.drop(master)
             return
         try:
             self._connections[master] = _Connection(self._context, master, self._key, self._resolve)

@@ -28,6 +28,7 @@ __all__ = ["Asker", "Breaker", "connect_dealer"]
 
 SEND_HWM = 16
 MAX_LOOKUPS_AT_ONCE = 64
+_IN, _OUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 Socket = zmq.Socket[bytes]
 Resolve = Callable[[str], str]
@@ -72,21 +73,30 @@ class _Talk:
     def __init__(self, dealer: Socket, message: Message) -> None:
         self.dealer = dealer
         self._unsent: bytes | None = encode(message)
+        self._send()
 
     @property
     def events(self) -> int:
-        return int(zmq.POLLIN if self._unsent is None else zmq.POLLOUT)
+        """What to poll for."""
+        return _IN if self._unsent is None else _OUT
 
     def go_on(self, decode: Callable[[bytes], Message]) -> Message | None:
         """Send or receive what can be. Raises zmq.ZMQError and msgspec.MsgspecError."""
-        try:
-            if self._unsent is None:
+        if self._unsent is None:
+            try:
                 return decode(self.dealer.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
+        self._send()
+        return None
+
+    def _send(self) -> None:
+        assert self._unsent is not None
+        try:
             self.dealer.send(self._unsent, zmq.NOBLOCK)
             self._unsent = None
         except zmq.Again:
-            pass
-        return None
+            pass  # it is not connected yet
 
 
 class Asker:
@@ -136,7 +146,7 @@ class Asker:
         talks: dict[str, _Talk] = {}
         report: Message | None = None
         try:
-            talk = talks[chosen] = _Talk(self._take(chosen), ClusterStatus())
+            talk = talks[chosen] = self._talk(chosen, ClusterStatus())
             while not isinstance(report, ClusterReport) and talk.dealer.poll(_milliseconds(deadline), talk.events):
                 report = talk.go_on(self._decode)
         except (zmq.ZMQError, msgspec.MsgspecError, OSError, ValueError):
@@ -151,6 +161,13 @@ class Asker:
             self._put_back(talks, set() if well else {chosen})
             self._room.release()
         return report if isinstance(report, ClusterReport) else None
+
+    def drop(self, master: str) -> None:
+        """Its connections are not to be relied on: the next call makes a new one, with the name resolved anew."""
+        with self._lock:
+            gone = self._idle.pop(master, [])
+        for socket in gone:
+            socket.close()
 
     def keep(self, masters: Sequence[str]) -> None:
         """These are the masters now: forget what was remembered of others."""
@@ -177,17 +194,24 @@ class Asker:
             asks = plan.step(now)
         for ask in asks:
             try:
-                talks[ask.master] = _Talk(self._take(ask.master), ask.message)
+                talks[ask.master] = self._talk(ask.master, ask.message)
             except (zmq.ZMQError, OSError, ValueError):
                 with self._lock:
                     plan.failed(ask.master, now)
 
     def _go_on(self, plan: LookupPlan, talks: dict[str, _Talk]) -> None:
-        poller = zmq.Poller()
-        for talk in talks.values():
-            poller.register(talk.dealer, talk.events)
-        ready = dict(poller.poll(_milliseconds(plan.next_due(time.monotonic()))))
-        for master in [master for master, talk in talks.items() if talk.dealer in ready]:
+        wait_ms = _milliseconds(plan.next_due(time.monotonic()))
+        ready: list[str]
+        if len(talks) == 1:
+            ((master, talk),) = talks.items()
+            ready = [master] if talk.dealer.poll(wait_ms, talk.events) else []
+        else:
+            poller = zmq.Poller()
+            for talk in talks.values():
+                poller.register(talk.dealer, talk.events)
+            polled = dict(poller.poll(wait_ms))
+            ready = [master for master, talk in talks.items() if talk.dealer in polled]
+        for master in ready:
             try:
                 message = talks[master].go_on(self._decode)
             except (zmq.ZMQError, msgspec.MsgspecError):
@@ -199,12 +223,16 @@ class Asker:
                 with self._lock:
                     plan.received(master, message, time.monotonic())
 
-    def _take(self, master: str) -> Socket:
+    def _talk(self, master: str, message: Message) -> _Talk:
         with self._lock:
             idle = self._idle.get(master)
-            if idle:
-                return idle.pop()
-        return self._connect(master)
+            dealer = idle.pop() if idle else None
+        dealer = dealer or self._connect(master)
+        try:
+            return _Talk(dealer, message)
+        except zmq.ZMQError:
+            dealer.close()
+            raise
 
     def _put_back(self, talks: dict[str, _Talk], blamed: set[str]) -> None:
         """Keep the sockets, also those whose answer is late: the next call knows it by its number. But after a failure a new
