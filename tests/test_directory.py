@@ -64,6 +64,19 @@ def test_a_prefix_lookup_ends_before_the_first_page_that_nobody_holds(directory:
     assert directory.find(OTHER, hashes(1), prefix=False, ranks=EVERYBODY) == (b"\0", b"", [])
 
 
+def test_two_pages_that_look_alike_share_one_entry_and_a_removal_forgets_both(directory: Directory) -> None:
+    one = hashes(1)
+    twin = one[:8] + hashes(2)[8:]
+    slot = directory.allocate()
+    directory.add(slot, NS, one + twin)
+    directory.validate()
+    assert len(directory) == directory.keys_of(slot) == 1
+    assert directory.find(NS, one + twin, prefix=True, ranks=EVERYBODY).column == b"\1\1"
+    directory.remove(slot, NS, twin + one)
+    directory.validate()
+    assert directory.find(NS, one + twin, prefix=False, ranks=EVERYBODY).column == b"\0\0"
+
+
 def test_a_long_prefix_ends_where_it_ends() -> None:
     directory = Directory(max_keys=10_000)
     slot = directory.allocate()
