@@ -150,7 +150,8 @@ class Peer(Message):
 
 class Release(Message):
     """One-way. Ends a pin, and tells what came of it: `loaded` pages arrived whole; `bad` are hashes whose bytes failed their
-    checksum in this node's segment; `peer_down` are nodes that could not be reached or broke off, once a failure."""
+    checksum in this node's segment; `peer_down` are nodes that could not be reached, broke off, were silent or sent damaged
+    pages, once a failure."""
 
     pin: int
     namespace: bytes = b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,3 +104,13 @@ def test_the_mamba_states_of_two_models_differ_in_their_names() -> None:
     assert any(detail.startswith("temporal_state_shape=[") for detail in namespace.details)
     assert any(detail.startswith("conv_state_shapes=[[") for detail in namespace.details)
     assert digest(one.pool, "mamba") != digest(two.pool, "mamba")
+
+
+@pytest.mark.parametrize("shape", [{"tp_size": 1}, {"tp_rank": 1, "tp_size": 2}])
+def test_data_parallel_ranks_of_one_model_share(shape: dict[str, int]) -> None:
+    """P56: whichever rank a request went to the last time, its pages are found. Under DP attention SGLang gives rank and size
+    within the attention group, so ranks that shard a page stay apart."""
+    known = {field.name for field in dataclasses.fields(storage_config())}
+    ranks = [shape | {"dp_rank": rank} if "dp_rank" in known else shape for rank in range(4)]
+    assert len({digest(mha_pool(), **rank) for rank in ranks}) == 1
+    assert digest(mha_pool(), **shape) != digest(mha_pool(), tp_rank=0, tp_size=4)
