@@ -466,15 +466,6 @@ class Directory:
             others = b"".join([_column(part, seconds) for part in parts])
         return Holders(column, others if any(others) else b"", choice.slots)
 
-    def lookup(
-        self, namespace: bytes, hashes: bytes, exclude_slot: int | None, prefix: bool, allowed_slots: int
-    ) -> tuple[bytes, list[int]]:
-        """`find` without preferences: `allowed_slots` is a mask of the slots that may be an answer."""
-        ranks = bytes(allowed_slots >> slot & 1 for slot in range(self._next_slot))
-        exclude = () if exclude_slot is None else (exclude_slot,)
-        found = self.find(namespace, hashes, prefix=prefix, ranks=ranks, exclude=exclude)
-        return found.column, found.slots
-
     # ------------------------------------------------------------------ inside
 
     def validate(self) -> None:
