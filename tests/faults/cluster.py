@@ -40,30 +40,33 @@ def here(work: Callable[[], None]) -> None:
 
 
 class CheckedRank(FakeRank):
-    """A rank whose pages have bytes that say which namespace and hash they are of. One thread may store and another load at
-    the same time: each has its half of the memory."""
+    """A rank whose pages have bytes that say which namespace and hash they are of. Stores and loads run beside each other, each
+    kind in its half of the memory and one at a time."""
 
     def __init__(self, settings: Settings, *, batch: int = 8, page_bytes: int = 64 << 10, shared: bool = False) -> None:
         super().__init__(settings, pages=2 * batch, page_bytes=page_bytes, shared=shared)
         self.batch = batch
+        self._putting, self._taking = threading.Lock(), threading.Lock()
 
     def put(self, namespace: bytes, hashes: Sequence[bytes]) -> Outcome:
         """Store at most `batch` pages."""
-        for page, each in enumerate(hashes):
-            self.write(page, pattern(namespace + each, self.page_bytes))
-        return self.transfer("store", namespace, hashes, range(len(hashes)))
+        with self._putting:
+            for page, each in enumerate(hashes):
+                self.write(page, pattern(namespace + each, self.page_bytes))
+            return self.transfer("store", namespace, hashes, range(len(hashes)))
 
     def take(self, namespace: bytes, hashes: Sequence[bytes]) -> tuple[Outcome, int]:
         """Load at most `batch` pages. Returns the outcome, and how many pages are said to be loaded and have other bytes than
         they should."""
         pages = range(self.batch, self.batch + len(hashes))
         blank = b"\xaa" * self.page_bytes
-        for page in pages:
-            self.write(page, blank)
-        outcome = self.transfer("load", namespace, hashes, pages)
-        wrong = 0
-        for page, each, ok in zip(pages, hashes, outcome.ok, strict=True):
-            wrong += bool(ok) and self.read(page) != pattern(namespace + each, self.page_bytes)
+        with self._taking:
+            for page in pages:
+                self.write(page, blank)
+            outcome = self.transfer("load", namespace, hashes, pages)
+            wrong = 0
+            for page, each, ok in zip(pages, hashes, outcome.ok, strict=True):
+                wrong += bool(ok) and self.read(page) != pattern(namespace + each, self.page_bytes)
         return outcome, wrong
 
 
@@ -148,7 +151,7 @@ class Cluster:
         return daemon
 
     def node(
-        self, name: str, *options: str, dram: str = "64MiB", prefix: tuple[str, ...] = (), wait: bool = True, listen: str = ""
+        self, name: str, *options: str, dram: str = "256MiB", prefix: tuple[str, ...] = (), wait: bool = True, listen: str = ""
     ) -> Daemon:
         """Start a node that knows all masters there are by now."""
         socket = str(self.folder / f"{name}.sock")
