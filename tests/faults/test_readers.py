@@ -137,6 +137,37 @@ def _is_here(node: NodeProcess, page: bytes, length: int) -> bool:
         admin.close()
 
 
+def test_a_slow_get_from_a_node_that_is_full_and_reuses_its_memory(cluster: Cluster) -> None:
+    """P14 P15: what is being sent stays as it is for as long as that takes, though the pool is full and written over and over;
+    what is gone is a miss. The bytes of whatever is reported are compared."""
+    reader = cluster.reader(deadline_s=1.5)
+    full = cluster.rank(cluster.a, pages=128, page_bytes=256 << 10)
+    pages = names(*range(16))
+    cluster.publish(pages, reader)
+    assert reader.load(NS, pages).ok == b"\x01" * 16
+    cluster.proxy.faults = Faults(after_bytes=2000, rate_bytes_s=1_000_000)
+    stop = threading.Event()
+
+    def overwrite() -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            full.transfer("store", b"o" * 16, names(*((turn, i) for i in range(128))))
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    wait_until(lambda: report(cluster.writer)["evicted"], 20, "the pool is full")
+    arrived = 0
+    for _ in range(4):
+        cluster.writer.store(NS, pages)
+        arrived += reader.load(NS, pages).ok.count(1)
+    stop.set()
+    thread.join(HANG_S)
+    assert arrived > 0
+    cluster.proxy.faults = Faults()
+    wait_until(lambda: nothing_pinned(cluster.writer), 20)
+
+
 def test_a_swallowed_completion_costs_one_deadline_and_is_counted(cluster: Cluster) -> None:
     """P63: an answer never comes. The call ends, says why, and the next one is served."""
     reader = cluster.reader(deadline_s=1.0)
