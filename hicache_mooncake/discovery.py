@@ -39,7 +39,8 @@ class Discovery:
         self._found = found
         self._log = log
         self._poll_s = poll_s
-        self._client = client or _etcd3gw()
+        self._connect = client or _etcd3gw()
+        self._clients: dict[tuple[str, int], Any] = {}
         self._known: tuple[str, ...] = ()
         self._complained = False
         self._stop = threading.Event()
@@ -49,15 +50,13 @@ class Discovery:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, after at most one request's time."""
+        """End the thread, after a request that is under way; that one is not waited for, and tells nobody anything."""
         self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=REQUEST_S)
 
     def poll(self) -> None:
         """Read once and tell."""
         masters = self._read()
-        if masters is None:
+        if masters is None or self._stop.is_set():
             return
         if not masters:
             if not self._complained:
@@ -74,7 +73,9 @@ class Discovery:
         problem = ""
         for host, port in list(self._servers):
             try:
-                values = self._client(host, port).get_prefix(self._prefix)
+                if (host, port) not in self._clients:
+                    self._clients[host, port] = self._connect(host, port)
+                values = self._clients[host, port].get_prefix(self._prefix)
                 return tuple(sorted({address for value, _ in values if (address := _address(value))}))
             except Exception as error:  # whatever the HTTP library raises
                 problem = f"{join_address(host, port)}: {error}"
