@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -15,10 +16,12 @@ import zmq
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import load_settings
-from hicache_mooncake.node import core, service
+from hicache_mooncake.config_values import split_address
+from hicache_mooncake.node import core, data_server, rank_server, service
 from hicache_mooncake.node.service import Node
 from hicache_mooncake.testing.local import free_port, page_hash
-from hicache_mooncake.wire import connect
+from hicache_mooncake.transfer import tcp
+from hicache_mooncake.wire import WireClosed, connect
 from tests.conftest import wait_until
 
 StartNode = Callable[..., Node]
@@ -136,3 +139,34 @@ def test_a_refusal_by_the_masters_shows_in_health_and_metric(start: StartNode) -
         master.join()
         router.close(0)
         context.term()
+
+
+def test_readers_and_clients_beyond_the_limit_are_turned_away_and_the_others_served(
+    start: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_server, "_MAX_READERS", 3)
+    monkeypatch.setattr(rank_server, "_MAX_CONNECTIONS", 3)
+    node = start(listen="127.0.0.1:0")
+    host, port = split_address(node.data_address)
+    peer = p.Peer(node.name, node.incarnation, host, port)
+    readers = [tcp.PeerConnection(peer, time.monotonic() + 5) for _ in range(5)]
+    wires = [connect(node.settings.socket, 5.0) for _ in range(5)]
+    served = 0
+    for reader in readers:
+        with contextlib.suppress(OSError):
+            reader.request(p.Fetch(2, "x", b"n" * 16, page_hash(1), 4096), time.monotonic() + 5)
+            served += reader.reply(time.monotonic() + 5).status == bytes([p.MISS])
+    welcomed = 0
+    for wire in wires:
+        with contextlib.suppress(WireClosed):
+            wire.send(p.Hello(1, 2, "query", "x"))
+            welcomed += isinstance(wire.receive(p.decoder(p.FromNode), time.monotonic() + 5), p.Welcome)
+    assert (served, welcomed) == (3, 3)
+    report = node.report()
+    assert (report["remote_refused_readers"], report["connections_refused"]) == (2, 2)
+    for reader in readers:
+        reader.close()
+    for wire in wires:
+        wire.close()
+    wait_until(lambda: node.report()["remote_readers"] == 0, 10)
+    tcp.PeerConnection(peer, time.monotonic() + 5).close()

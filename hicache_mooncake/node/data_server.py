@@ -30,6 +30,7 @@ _MAX_READERS = 8192
 _SEND_DEADLINE_S = 10.0
 _TAKE_DEADLINE_S = 20.0
 _IDLE_S = 600.0
+_STOP_S = 2.0
 _CHUNK = 256 << 10
 
 
@@ -78,6 +79,13 @@ class DataServer:
         for sock in readers:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+        # The segment is unmapped next: nobody may be writing to it.
+        deadline = time.monotonic() + _STOP_S
+        while time.monotonic() < deadline:
+            with self._lock:
+                if not self._readers:
+                    break
+            time.sleep(0.005)
 
     def report(self) -> dict[str, int | float | str | bool]:
         with self._lock:

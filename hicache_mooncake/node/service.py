@@ -437,8 +437,9 @@ def run_node(settings: Settings, *, embedded: bool = False, idle_exit_s: float |
         if idle_exit_s is not None and node.idle_seconds() > idle_exit_s:
             log.info("embedded node %s ends: no engine for %.0f s", settings.name, idle_exit_s)
             break
+    signals = ending.times
     if ending.by is not None:
-        log.info("node %s ends on %s; a second one ends it at once", settings.name, ending.by.name)
-        node.drain(lambda: ending.times > 1)
+        log.info("node %s ends on %s; another one ends it at once", settings.name, ending.by.name)
+    node.drain(lambda: ending.times > signals)
     node.stop()
     return 0
