@@ -14,7 +14,7 @@ from .pages import Body
 if TYPE_CHECKING:
     from .node import SimNode
 
-_DEADLINE_S = 5.0
+_DEADLINE_S = 10.0
 _WINDOW = 6
 
 

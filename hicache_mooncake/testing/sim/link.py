@@ -41,6 +41,7 @@ class SimLink:
             node.masters, self._facts, self, random.Random(self.world.rng.getrandbits(64)), silent, self._on_clear
         )
         self.dealers: dict[str, Dealer] = {}
+        self.closed = False
         self._due = float("inf")
         self._askers: dict[str, Asker] = {}
         self.lookups = Lookups()
@@ -79,6 +80,8 @@ class SimLink:
 
     def pump(self) -> None:
         """A pass of the link's thread."""
+        if self.closed:
+            return
         now = self.node.process.now
         for action in self.core.step(now):
             if isinstance(action, Connect):
@@ -107,11 +110,15 @@ class SimLink:
             self.core.validate()
         self.wake_at(now + 0.001 if more else self.core.next_due(now))
 
-    def leave(self) -> None:
-        """The node ends in order."""
+    def close(self) -> None:
+        """The node ends in order: the masters hear of it, and nothing more."""
         for master, message in self.core.leave():
             if master in self.dealers:
                 self.dealers[master].send(p.encode(message))
+        for dealer in self.dealers.values():
+            dealer.close()
+        self.dealers.clear()
+        self.closed = True
 
     def _open(self, master: str) -> None:
         host, _ = self.node.find_master(master)
@@ -161,6 +168,9 @@ class SimLink:
 
     def ask(self, questions: list[p.Question], timeout_s: float, done: Callable[[Answers | None], None]) -> None:
         """Ask one master of each shard, another one when it is slow; `done` is called once, within `timeout_s`."""
+        if self.closed:
+            self.node.process.later(0.0, done, None)
+            return
         Asking(self, questions, timeout_s, done).step()
 
     def asker(self, master: str) -> Asker:

@@ -23,6 +23,7 @@ from .network import Listener, Network, Stream
 from .pages import Body, Pool, Segment, checksum
 from .world import Process, Violation, World, short
 
+_ROOM_S, _SETTLE_S, _LINGER_S = 1.5, 0.3, 0.5
 HOUSEKEEPING_S = 0.1
 _SEND_DEADLINE_S = 10.0
 _LONGEST_WAIT_S = 10.0
@@ -358,8 +359,7 @@ class SimNode:
         failed = self.core.take_peers_down()
         if failed:
             self.link.report(failed)
-        since, rooms = self.link.core.room_table
-        self.core.placement.update(rooms, since)
+        self._take_room()
         if not self._giving and not self.core.draining:
             self._background(self.core.check_replicas(now), 0, lambda count: self._give())
         self.validate()
@@ -402,40 +402,44 @@ class SimNode:
     # ------------------------------------------------------------------ its end in order
 
     def terminate(self, gone: Callable[[], None]) -> None:
-        """SIGTERM: no new pages; hot ones are handed over for a while, then the masters hear that it leaves. `gone` is called
-        when it has ended."""
+        """SIGTERM: no new pages; hot ones are handed over for a while, then the masters hear that it leaves, and a little later
+        nobody reads any more. `gone` is called when it has ended. As the real shell does it (node/drain.py)."""
         if self.core.draining:
             return
         self.world.note(f"{self.process.name} drains")
         self.core.draining = True
         self.link.beat_now()
-        self._hand_over(self.process.now + self.options.drain_s, gone)
+        until = self.process.now + self.options.drain_s
+        self._hand_over(min(until, self.process.now + _ROOM_S), until, gone)
 
-    def _hand_over(self, deadline: float, gone: Callable[[], None]) -> None:
+    def _hand_over(self, room_until: float, until: float, gone: Callable[[], None]) -> None:
         now = self.process.now
-        if now >= deadline:
+        _, rooms = self.link.core.room_table
+        if now >= until or (now >= room_until and not rooms):
             self._leave(gone)
-        elif self._giving:
-            self.process.later(0.02, self._hand_over, deadline, gone)
+        elif self._giving or not rooms:
+            self.process.later(0.02, self._hand_over, room_until, until, gone)
         else:
+            self._take_room()
             owner = next(self._owners)
 
             def handed(count: int) -> None:
                 if count:
-                    self._hand_over(deadline, gone)
+                    self._hand_over(room_until, until, gone)
                 else:
-                    self._leave(gone)
+                    self.process.later(_SETTLE_S, self._leave, gone)
 
             self._background(self.core.give(owner, now), owner, handed)
 
+    def _take_room(self) -> None:
+        since, rooms = self.link.core.room_table
+        self.core.placement.update(rooms, since)
+
     def _leave(self, gone: Callable[[], None]) -> None:
-        if self.unix is None:
-            return
+        self.link.close()
+        self.process.later(_LINGER_S, self._gone, gone)
+
+    def _gone(self, gone: Callable[[], None]) -> None:
         self.unix = self.data = None
-        self.link.leave()
-
-        def end() -> None:
-            self._end()
-            gone()
-
-        self.process.later(0.01, end)
+        self._end()
+        gone()
