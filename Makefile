@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions etcd demo test test-all matrix lint bench bench-master bench-scale wheel clean distclean
+.PHONY: help venv versions etcd demo test test-all sim matrix lint bench bench-master bench-scale wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-all    lint, wheel, then every test: more model families, SGLang releases and administrators"
 	@echo "make matrix      every test, and docs/support-matrix.md from those that passed"
 	@echo "make lint        ruff check, ruff format --check, mypy --strict"
+	@echo "make sim         simulated clusters in trouble; SEEDS=1:1000, SIM_ARGS='--minutes 60'"
 	@echo "make bench       the benchmarks"
 	@echo "make bench-master  the master's; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares with it"
 	@echo "make bench-scale   one shard of a cluster of 1,000 nodes: messages, bytes and CPU a second"
@@ -63,6 +64,11 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+SEEDS ?= 1:200
+
+sim: $(READY)
+	@$(PY) -m hicache_mooncake.testing.sim --seeds $(SEEDS) $(SIM_ARGS)
 
 bench: $(READY)
 	@$(PY) -m benchmarks.quick $(BENCH_ARGS)
