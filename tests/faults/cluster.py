@@ -15,12 +15,13 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hicache_mooncake.client.client import Outcome
+from hicache_mooncake.client.client import Body, Outcome
 from hicache_mooncake.client.embedded import node_answers
 from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.testing.local import FakeRank, free_port, page_hash, pattern
@@ -55,15 +56,17 @@ class CheckedRank(FakeRank):
                 self.write(page, pattern(namespace + each, self.page_bytes))
             return self.transfer("store", namespace, hashes, range(len(hashes)))
 
-    def take(self, namespace: bytes, hashes: Sequence[bytes]) -> tuple[Outcome, int]:
-        """Load at most `batch` pages. Returns the outcome, and how many pages are said to be loaded and have other bytes than
-        they should."""
+    def take(self, namespace: bytes, hashes: Sequence[bytes], within_s: float | None = None) -> tuple[Outcome, int]:
+        """Load at most `batch` pages, within the deadline or a time of the caller's own. Returns the outcome, and how many
+        pages are said to be loaded and have other bytes than they should."""
         pages = range(self.batch, self.batch + len(hashes))
         blank = b"\xaa" * self.page_bytes
         with self._taking:
             for page in pages:
                 self.write(page, blank)
-            outcome = self.transfer("load", namespace, hashes, pages)
+            deadline = None if within_s is None else time.monotonic() + within_s
+            body = Body(namespace, self.runs, shared=self.shared)
+            outcome = self.client.transfer("load", body, b"".join(hashes), array("q", pages), deadline=deadline)
             wrong = 0
             for page, each, ok in zip(pages, hashes, outcome.ok, strict=True):
                 wrong += bool(ok) and self.read(page) != pattern(namespace + each, self.page_bytes)
@@ -141,13 +144,15 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def master(self, name: str, *options: str, host: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> Daemon:
+    def master(
+        self, name: str, *options: str, host: str = "127.0.0.1", prefix: tuple[str, ...] = (), wait: bool = True
+    ) -> Daemon:
         """Start a master. `host`: the address to listen on."""
         address = f"{host}:{free_port()}"
         command = [sys.executable, "-m", "hicache_mooncake.cli", "master", "--listen", address, *options]
         daemon = Daemon(name, command, self.folder / f"{name}.out", lambda said: " serves: " in said, prefix)
         self.masters[name], self.addresses[name] = daemon, address
-        daemon.start()
+        daemon.start(wait)
         return daemon
 
     def node(
@@ -282,7 +287,8 @@ class Record:
 class Load:
     """Two threads a rank: one stores new chains, the other looks up and loads chains that anybody stored.
 
-    `run` gives for each rank how to get onto its host. Use it as a context manager; what is wrong raises at the end."""
+    `run` gives for each rank how to get onto its host. `hurried` is the part of the loads whose time is cut short, as that of
+    requests that are aborted. Use it as a context manager; what is wrong raises at the end."""
 
     def __init__(
         self,
@@ -297,6 +303,7 @@ class Load:
         run: dict[str, Run] | None = None,
         seed: int = 1,
         keep: int = 200_000,
+        hurried: float = 0.0,
     ) -> None:
         self.cluster = cluster
         self.names = list(ranks or cluster.ranks)
@@ -308,6 +315,7 @@ class Load:
         self._pause_s, self._store_pause_s = pause_s, store_pause_s
         self._run = run or {}
         self._seed = seed
+        self._hurried = hurried
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -403,7 +411,9 @@ class Load:
             if not found:
                 continue
             at = time.monotonic()
-            outcome, wrong = rank.take(namespace, chain[:found])
+            outcome, wrong = rank.take(
+                namespace, chain[:found], rng.uniform(0.1, 0.3) if rng.random() < self._hurried else None
+            )
             self._note(name, "load", at, found, outcome)
             if wrong:
                 with self._lock:
