@@ -254,7 +254,7 @@ def test_keys_that_come_and_go_leave_no_memory_behind() -> None:
 
 
 def test_a_namespace_that_grows_splits_its_tables_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache_master.directory.TABLE_KEYS", 16)
+    monkeypatch.setattr("hicache_master.directory.TABLE_KEYS", 4)  # past 256 tables, and on to more
     directory = Directory(max_keys=10_000)
     a, b = directory.allocate(), directory.allocate()
     for start in range(0, 5_000, 50):

@@ -18,7 +18,7 @@ MAX_PEERS_PER_REPLY = 255
 """A holder column has one byte a key, and 0 says nobody."""
 MAX_INTERNED_VALUES = 65_536
 TABLE_KEYS = 16_384
-"""Keys a table on average, while a namespace has fewer than 256 tables. Splitting one takes some milliseconds."""
+"""Keys a table on average, up to 4096 tables a namespace. Splitting one takes some milliseconds."""
 PREFIX_STEP = 128
 WEIGHED = 8
 """Of a page that very many hold, so many are compared; the others are as good."""
@@ -32,12 +32,14 @@ ACCOUNT_EVERY = 4_096
 KEY_BYTES = 32
 VALUE_BYTES = 32
 ENTRY_BYTES = 9
-DEAD_BYTES = 120
+DEAD_BYTES = 100
 NAMESPACE_BYTES = 4_096
 HELD_BYTES = 512
 
-_TABLES = 256
-_INDEX_SHIFT = 52
+_KEY_BITS = 60
+"""An int of up to 60 bits takes 32 bytes, a larger one 48."""
+_FEW, _MANY = 256, 4_096
+"""Tables at most, first and once those are all there."""
 _FIELD = 0xFFFF
 _FIELD_BITS = 16
 
@@ -54,40 +56,52 @@ class Holders(NamedTuple):
 
 
 class _Pages:
-    """One namespace: key -> value, in tables by the key's first byte. Tables split one at a time while the namespace grows, so
-    that no call waits for a large one to be rehashed."""
+    """One namespace: key -> value, in tables by the key's leading bits. Tables split one at a time while the namespace grows,
+    so that no call waits for a large one to be rehashed."""
 
-    __slots__ = ("bytes", "changes", "keys", "looked_at", "span", "split_at", "tables")
+    __slots__ = ("bytes", "changes", "keys", "looked_at", "shift", "span", "split_at", "tables")
 
     def __init__(self) -> None:
-        self.tables: list[_Table] = [{}] * _TABLES
-        """By first byte; neighbours share one."""
+        self.tables: list[_Table] = [{}] * _FEW
+        """By `key >> shift`; neighbours share one."""
+        self.shift = _KEY_BITS - _FEW.bit_length() + 1
         self.keys = 0
         self.bytes = NAMESPACE_BYTES
         self.changes = 0
         self.looked_at = 0
-        self.span = _TABLES
-        """First bytes that one table has which is not split yet in this round. `split_at` is the first of them."""
+        self.span = _FEW
+        """Neighbours that share a table which is not split yet in this round. `split_at` is the first of them."""
         self.split_at = 0
 
     def distinct(self) -> list[_Table]:
         return list({id(table): table for table in self.tables}.values())
 
+    def places(self, hashes: bytes) -> tuple[list[int], list[int]]:
+        """Of each page hash the key and the index of its table."""
+        keys = np.frombuffer(hashes, "<u8")[:: HASH_BYTES // 8] >> (64 - _KEY_BITS)
+        return keys.tolist(), (keys >> self.shift).tolist()
+
     def values(self, hashes: bytes) -> list[int]:
         """What the tables have for these pages, 0 for nothing."""
-        tables = self.tables
-        return list(map(dict.get, map(tables.__getitem__, hashes[7::HASH_BYTES]), _keys(hashes), repeat(0)))
+        keys, indexes = self.places(hashes)
+        return list(map(dict.get, map(self.tables.__getitem__, indexes), keys, repeat(0)))
 
     def grow(self) -> None:
-        while self.span > 1 and self.keys > TABLE_KEYS * (_TABLES + self.split_at) // self.span:
+        while self.keys > TABLE_KEYS * (len(self.tables) + self.split_at) // self.span:
+            if self.span == 1:
+                if len(self.tables) > _FEW:
+                    return
+                self.tables = [table for table in self.tables for _ in range(_MANY // _FEW)]
+                self.shift -= (_MANY // _FEW).bit_length() - 1
+                self.span = _MANY // _FEW
             first, half = self.split_at, self.span // 2
             table = self.tables[first]
-            bound = (first + half) << _INDEX_SHIFT
+            bound = (first + half) << self.shift
             lower = {key: value for key, value in table.items() if key < bound}
             upper = {key: value for key, value in table.items() if key >= bound}
             self.tables[first : first + self.span] = [lower] * half + [upper] * half
             self.split_at += self.span
-            if self.split_at == _TABLES:
+            if self.split_at == len(self.tables):
                 self.split_at, self.span = 0, half
 
     def account(self) -> None:
@@ -97,12 +111,12 @@ class _Pages:
         first = self.looked_at
         table = self.tables[first]
         end = first + 1
-        while end < _TABLES and self.tables[end] is table:
+        while end < len(self.tables) and self.tables[end] is table:
             end += 1
         if sys.getsizeof(table) > 100 * len(table) + 4_096:
             self.tables[first:end] = [dict(table)] * (end - first)
-        self.looked_at = end % _TABLES
-        self.bytes = NAMESPACE_BYTES + sum(map(sys.getsizeof, self.distinct()))
+        self.looked_at = end % len(self.tables)
+        self.bytes = NAMESPACE_BYTES + 8 * len(self.tables) + sum(map(sys.getsizeof, self.distinct()))
 
 
 class _Held:
@@ -207,6 +221,8 @@ class Directory:
         self._helds = 0
         self._table_bytes = 0
         self._interned: dict[int, int] = {}
+        self._crowded = False
+        """Are there so many different sets of holders that each page may have its own?"""
         self._dying: list[int] = []
         self._graveyard: list[_Table | dict[int, None]] = []
         self._buried = 0
@@ -229,10 +245,11 @@ class Directory:
     def resident_bytes(self) -> int:
         """An estimate of the memory that the directory takes, rather too high; it follows the tables' growth within a few
         thousand changes."""
+        further = self._holdings - self._keys
         exact = (
             self._table_bytes
             + KEY_BYTES * self._keys
-            + VALUE_BYTES * (self._holdings - self._keys)
+            + VALUE_BYTES * (further if self._crowded else min(further, len(self._interned)))
             + ENTRY_BYTES * self._entries
             + DEAD_BYTES * (self._entries - self._holdings + self._buried)
             + HELD_BYTES * self._helds
@@ -278,8 +295,8 @@ class Directory:
             byte_room = (self.max_bytes - self.resident_bytes) // (KEY_BYTES + VALUE_BYTES + ENTRY_BYTES)
         new = taken = 0
         fresh: list[int] = []
-        for first, key in zip(hashes[7::HASH_BYTES], _keys(hashes), strict=True):
-            table = tables[first]
+        for key, index in zip(*pages.places(hashes), strict=True):
+            table = tables[index]
             value = table.get(key)
             if value is None:
                 if new >= key_room or taken >= byte_room:
@@ -322,8 +339,8 @@ class Directory:
         tables = pages.tables
         gone = []
         last = 0
-        for first, key in zip(hashes[7::HASH_BYTES], _keys(hashes), strict=True):
-            table = tables[first]
+        for key, index in zip(*pages.places(hashes), strict=True):
+            table = tables[index]
             value = table.get(key, 0)
             if value == mine:
                 del table[key]
@@ -377,7 +394,7 @@ class Directory:
             looked_at += max(1, shrunk)
             last = 0
             for key in keys:
-                table = pages.tables[key >> _INDEX_SHIFT]
+                table = pages.tables[key >> pages.shift]
                 if table[key] == node.mine:
                     del table[key]
                     last += 1
@@ -496,7 +513,7 @@ class Directory:
             assert space.keys == sum(map(len, space.distinct()))
             for table in space.distinct():
                 for key, value in table.items():
-                    assert space.tables[key >> _INDEX_SHIFT] is table
+                    assert space.tables[key >> space.shift] is table
                     fields = list(_fields(value))
                     assert len(set(fields)) == len(fields)
                     assert all(fields)
@@ -520,6 +537,7 @@ class Directory:
         # Most pages that two nodes hold are held by the same two.
         if len(self._interned) >= MAX_INTERNED_VALUES:
             self._interned.clear()
+            self._crowded = True
         return self._interned.setdefault(value, value)
 
     def _without(self, value: int, mine: int) -> int:
@@ -642,14 +660,6 @@ class _Choice:
         if self._load is not None and self._load(two[1]) < self._load(one[1]):
             return two
         return one
-
-
-def _keys(hashes: bytes) -> list[int]:
-    """The leading bits of each page hash: 60, because an int of up to 60 bits takes 32 bytes, and a larger one 48."""
-    if not hashes:
-        return []
-    keys: list[int] = (np.frombuffer(hashes, "<u8")[:: HASH_BYTES // 8] >> 4).tolist()
-    return keys
 
 
 def _distinct(values: list[int]) -> Iterable[int]:
