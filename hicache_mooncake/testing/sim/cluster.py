@@ -343,6 +343,7 @@ class Cluster:
         total: Counter[str] = Counter()
         for rank in self.ranks:
             total.update(vars(rank.counters))
+            total.update({f"miss {reason}": count for reason, count in sorted(rank.reasons.items())})
         total["checked"] = self.ledger.checked
         for node in self.nodes:
             total.update(node.figures())

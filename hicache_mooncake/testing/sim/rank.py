@@ -139,17 +139,29 @@ class Rank:
     def look_and_load(self, pool: Pool, chain: int) -> None:
         hashes = self.chain(chain)
 
+        parts = [part.namespace for part in self.workload.pools if part.group == pool.group and part is not pool]
+        leading = [pool.namespace]
+        sparse: list[bytes] = []
+        (leading if self.world.chance(0.5) else sparse).extend(parts)
+
         def answered(answer: p.Message | None) -> None:
             if not isinstance(answer, p.Found):
                 return
-            if len(answer.runs) != 1 or not 0 <= answer.runs[0] <= len(hashes):
-                raise Violation(f"{self.name}: Found {answer.runs} of {len(hashes)} pages")
+            runs, columns = answer.runs, answer.columns
+            if len(runs) != len(leading) or not all(0 <= run <= len(hashes) for run in runs):
+                raise Violation(f"{self.name}: Found {runs} of {len(hashes)} pages")
+            if len(columns) != len(sparse) or not all(len(column) == len(hashes) for column in columns):
+                raise Violation(f"{self.name}: Found {len(columns)} columns of {len(sparse)} for {len(hashes)} pages")
+            count = min(runs)
             self.counters.lookups += 1
-            self.counters.found += answer.runs[0]
-            if answer.runs[0]:
-                self.load(pool, chain, answer.runs[0])
+            self.counters.found += count
+            if not count:
+                return
+            if self.world.chance(0.3) and self._query is not None:
+                self._query.send(p.Touch(pool.namespace, b"".join(hashes[:count])))
+            self.load(pool, chain, count)
 
-        self.ask(p.Exists([pool.namespace], b"".join(hashes), [], self.workload.deadline_s / 2), answered)
+        self.ask(p.Exists(leading, b"".join(hashes), sparse, self.workload.deadline_s / 2), answered)
 
     def load(
         self,
