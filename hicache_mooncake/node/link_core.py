@@ -314,6 +314,13 @@ class LinkCore:
         able = [s for s in self._sessions.values() if s.state == JOINED and s.version >= 2]
         return bool(able) and min(able, key=lambda s: (not s.answers(now), s.warming)) is session
 
+    def has_other(self, session: Session, now: float) -> bool:
+        """Does another master of the same shard answer?"""
+        return any(
+            other is not session and other.fits and other.shard == session.shard and other.answers(now)
+            for other in self._sessions.values()
+        )
+
     def take_room(self, room: list[Room], fresh_until: float) -> None:
         self.room_table = fresh_until, room
 

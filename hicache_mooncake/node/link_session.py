@@ -242,7 +242,12 @@ class Session:
         if self.state == WAITING:
             return
         log = self.core.log.debug if self._complained else self.core.log.warning
-        log("master %s %s. Trying again; until then pages of other nodes are misses here", self.master, why)
+        meanwhile = (
+            "another master answers meanwhile"
+            if self.core.has_other(self, now)
+            else "until then pages of other nodes are misses here"
+        )
+        log("master %s %s. Trying again; %s", self.master, why, meanwhile)
         self._complained = True
         self._wait(self._backoff_s, now)
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])

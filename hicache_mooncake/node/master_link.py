@@ -21,6 +21,7 @@ from hicache_mooncake.node.link_core import SILENT_S, ChangeSource, Close, Conne
 from hicache_mooncake.node.link_session import ASKING, JOINING
 from hicache_mooncake.node.lookup_plan import Answers
 from hicache_mooncake.node.master_lookup import Asker, Resolve, Socket, connect_dealer
+from hicache_mooncake.node.names import Names
 from hicache_mooncake.protocol import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
@@ -100,8 +101,8 @@ class MasterLink:
 
     `start` starts the thread; `on_clear` is called on it when another node cleared a namespace. Everything public but `start`
     and `close` is for any thread. `key` is the cluster's; without one only masters on this host are connected to, unless
-    `allow_unauthenticated`. `resolve` maps a master's address to the one to connect to, at each connection anew; names are
-    resolved anew without it as well. Raises ValueError for a master that is not host:port, or must not be connected to."""
+    `allow_unauthenticated`. `resolve` maps a master's address to the one to connect to, at each connection anew; by default
+    it asks the host's name servers. Raises ValueError for a master that is not host:port, or must not be connected to."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class MasterLink:
         self.log = log
         self._key = key
         self._may_leave_host = key is not None or allow_unauthenticated
-        self._resolve = resolve
+        self._resolve = resolve = resolve or Names()  # not libzmq's: it resolves on the thread that all connections share
         found_by = [master for master in masters if is_etcd(master)]
         addresses = tuple(
             dict.fromkeys(
