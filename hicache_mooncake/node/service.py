@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 _HOUSEKEEPING_S = 0.05
 _SNAPSHOT_PART_KEYS = 16_384
 _BRIEFLY_S = 0.02
+_NEXT_PART_S = 0.2
 _HEALTH_LOCK_S = 2.0
 _MASTERS_AWAY_S = 30.0
 """Masters may be away for so long before the node says that it is not well."""
@@ -69,6 +70,7 @@ class Node:
             high_watermark=settings.high_watermark,
             low_watermark=settings.low_watermark,
             track_changes=bool(settings.masters),
+            policy=settings.eviction,
         )
         self.lock = threading.Lock()
         self._unclaimed = threading.Condition(self.lock)
@@ -342,12 +344,15 @@ class Node:
             return self.store.changes_lost
 
     def snapshot(self) -> Iterator[list[tuple[bytes, bytes]]]:
-        with self._within(_BRIEFLY_S):
-            held = self.store.snapshot()
-        step = _SNAPSHOT_PART_KEYS * p.HASH_BYTES
-        for namespace, blob in held:
-            for at in range(0, len(blob), step):
-                yield [(namespace, blob[at : at + step])]
+        parts = self.store.snapshot_parts(_SNAPSHOT_PART_KEYS)
+        wait_s = _BRIEFLY_S  # nothing is lost when the first part has to be asked for again; later ones are worth a wait
+        while True:
+            with self._within(wait_s):
+                part = next(parts, None)
+            if part is None:
+                return
+            yield part
+            wait_s = _NEXT_PART_S
 
     def usage(self) -> Usage:
         with self._within(_BRIEFLY_S):
