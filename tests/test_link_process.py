@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake.config import load_settings
-from hicache_mooncake.node.master_link import JoinFacts, MasterLink
+from hicache_mooncake.node.master_link import JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.service import Node
 from hicache_mooncake.protocol import Question, shard_of
 from hicache_mooncake.security import ClusterKey
@@ -227,6 +228,40 @@ def test_a_locked_node_with_a_busy_interpreter_stays_a_member(masters, links, tm
     finally:
         done.set()
         node.stop()
+
+
+# --------------------------------------------------------------------------- what nodes and masters tell each other
+
+
+def test_a_node_that_two_others_cannot_read_from_is_taken_out_of_rotation(masters, links) -> None:
+    master = masters()
+    holder, source = links("holder", master.address)
+    readers = [links(name, master.address)[0] for name in "abc"]
+    source.add(1)
+    holder.notify()
+    eventually(lambda: all(found(reader, [1]) == ["holder"] for reader in readers))
+    for reader in readers[:2]:
+        reader.report({"holder": 1})
+    eventually(lambda: found(readers[2], [1]) == [""])
+    report = readers[2].cluster_status(5.0)
+    assert report is not None
+    assert {info.node: info.state for info in report.nodes}["holder"] == "sick"
+
+
+def test_who_wants_room_hears_of_it_and_a_draining_node_offers_none(masters, links) -> None:
+    master = masters()
+    wanting, roomy = Source(), Source()
+    wanting.usage = lambda: Usage(capacity_bytes=100, used_bytes=100, room_bytes=0, want_room=True)  # type: ignore[method-assign]
+    roomy.usage = lambda: Usage(capacity_bytes=100, room_bytes=70)  # type: ignore[method-assign]
+    full, _ = links("full", master.address, source=wanting)
+    empty, _ = links("empty", master.address, source=roomy)
+    eventually(lambda: [(room.peer.node, room.free_bytes) for room in full.room()] == [("empty", 70)])
+    assert empty.room() == [], "it did not ask"
+    facts = empty.info()
+    empty.info = lambda: dataclasses.replace(facts, draining=True)
+    empty._core.facts = empty.info
+    empty.beat_now()
+    eventually(lambda: full.room() == [])
 
 
 # --------------------------------------------------------------------------- keys
