@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hicache_master.rotation import HALF_OPEN_S, RELAPSE_S, SICK_S, WINDOW_S, Rotation
 
@@ -137,3 +139,60 @@ def test_nothing_is_kept_for_ever(readers: Readers) -> None:
     readers.pass_time(1)
     assert readers.rotation._readers == {}
     assert readers.rotation._cases == {}
+
+
+class _Counting(frozenset[str]):
+    """Counts how often somebody asks whether a node is in it."""
+
+    asked = 0
+
+    def __contains__(self, node: object) -> bool:
+        _Counting.asked += 1
+        return super().__contains__(node)
+
+
+def test_when_a_rack_fails_a_report_does_not_look_at_those_of_all_others() -> None:
+    """A thousand nodes say within a second that they cannot read from fifty: the master has lookups to answer meanwhile."""
+    nodes = _Counting(f"n{number}" for number in range(1000))
+    rack = [f"n{number}" for number in range(50)]
+    rotation = Rotation()
+    for reader in range(100, 900):
+        rotation.report(f"n{reader}", rack, nodes, 1.0)
+    assert all(map(rotation.is_sick, rack))
+    _Counting.asked = 0
+    rotation.report("n900", [*rack, "n950"], nodes, 1.2)
+    rotation.report("n901", ["n950"], nodes, 1.2)
+    assert rotation.is_sick("n950")
+    assert _Counting.asked < 5 * len(rack)
+
+
+def _naive(said: dict[tuple[str, str], float], reader: str, failed: list[str], now: float) -> set[str]:
+    """Who is sick by the rule, from everything that was ever said."""
+
+    def lately(by: str) -> set[str]:
+        return {node for (other, node), at in said.items() if other == by and now - at <= WINDOW_S}
+
+    counts = {by: 2 * len(lately(by)) <= len(NODES) for by, _ in said}
+    if not counts[reader]:
+        return set()
+    return {node for node in failed if sum(counts[by] and node in lately(by) for by in counts) >= 2}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_remembered_in_passing_gives_the_same_as_the_rule(seed: int) -> None:
+    """Only who falls sick first is compared: there nothing is on probation."""
+    rng = random.Random(seed)
+    fallen = 0
+    for _ in range(200):
+        readers, said = Readers(), dict[tuple[str, str], float]()
+        for _ in range(12):
+            reader = rng.choice(sorted(NODES))
+            failed = rng.sample(sorted(NODES - {reader}), rng.choice((1, 1, 2, 3, 6)))
+            said |= {(reader, node): readers.now for node in failed}
+            expected = _naive(said, reader, failed, readers.now)
+            assert set(readers.say(reader, *failed)) == expected
+            if expected:
+                fallen += 1
+                break
+            readers.pass_time(rng.choice((1.1, 1.3, 2.5, 6.2)))
+    assert fallen > 100

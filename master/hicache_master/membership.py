@@ -103,6 +103,7 @@ class Membership:
         self.name_clashes = 0
         self.rotation = Rotation()
         self._counts: tuple[int, dict[str, int]] = (-1, {})
+        self._readable: tuple[int, frozenset[str]] = (-1, frozenset())
         self._members: dict[str, Member] = {}
 
     def __iter__(self) -> Iterator[Member]:
@@ -208,7 +209,10 @@ class Membership:
 
     def report(self, reader: str, failed: Iterable[str], now: float) -> list[Member]:
         """A member says that reads from these nodes failed. Returns those that are sick from now on."""
-        nodes = {member.name for member in self._members.values() if member.state in (ACTIVE, DRAINING, SICK)}
+        version, nodes = self._readable
+        if version != self.version:
+            nodes = frozenset(m.name for m in self._members.values() if m.state in (ACTIVE, DRAINING, SICK))
+            self._readable = self.version, nodes
         fallen = [self._members[name] for name in self.rotation.report(reader, failed, nodes, now)]
         for member in fallen:
             member.sick = True
