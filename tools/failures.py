@@ -97,6 +97,21 @@ def functions(path: Path) -> set[str]:
     return found
 
 
+def claimed(tests: Path) -> dict[str, tuple[str, str]]:
+    """(fault, what users see) of every test under a folder that has the marker, by `folder/path::function`."""
+    found = {}
+    for path in sorted(tests.rglob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            for call in node.decorator_list:
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.fault":
+                    sees = next(keyword.value for keyword in call.keywords if keyword.arg == "sees")
+                    test = f"{path.relative_to(tests.parent)}::{node.name}"
+                    found[test] = (str(ast.literal_eval(call.args[0])), str(ast.literal_eval(sees)))
+    return found
+
+
 def gone(rows: Iterable[Row], root: Path = ROOT) -> list[str]:
     """Tests that rows name and that are not there."""
     missing = []

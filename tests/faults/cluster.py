@@ -352,6 +352,9 @@ class Load:
         assert self.record.longest() < HANG_S
         assert any(call.whole for call in self.record.calls), "nothing was ever loaded: the test shows nothing"
 
+    def so_far(self) -> list[Call]:
+        return list(self._calls)
+
     def known(self, by: str | None = None) -> list[tuple[str, bytes, list[bytes]]]:
         """(who stored it, namespace, chain), the newest last."""
         with self._lock:
