@@ -173,7 +173,7 @@ def test_a_master_that_moved_is_found_where_its_name_points_now(masters, links) 
     first.kill()
     where[0] = masters().address
     eventually(lambda: found(b, [1]) == ["a"])
-    assert a.state == b.state == "joined"
+    eventually(lambda: a.state == b.state == "joined")
 
 
 def test_names_that_do_not_resolve_cost_a_retry(masters, links) -> None:
