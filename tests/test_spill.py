@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +25,9 @@ from hicache_mooncake.node.service import Node
 from hicache_mooncake.node.spill import BATCH_PAGES, Give, Given
 from hicache_mooncake.node.store import GUEST, OWN, Store
 from hicache_mooncake.security import ClusterKey
-from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
+from hicache_mooncake.testing.local import FakeRank, free_port, page_hash, pattern
 from hicache_mooncake.transfer import tcp
-from tests.conftest import MasterProcess, NodeProcess, wait_until
+from tests.conftest import MasterProcess, NodeProcess, environment, wait_until
 
 NS, GROUP = b"n" * 16, b"g" * 16
 PAGE = 4096
@@ -577,29 +581,44 @@ def test_a_push_from_a_stranger_is_refused_where_the_cluster_has_a_key(node: Cal
     member.connection.close()
 
 
+@pytest.fixture
+def secured_master(tmp_path: Path) -> Iterator[tuple[MasterProcess, str]]:
+    """A master with a key, and the key's file."""
+    key_file = str(tmp_path / "key")
+    ClusterKey.generate().save(key_file)
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "hicache_mooncake.cli", "master", "--listen", address, "--metrics", ""]
+    master = MasterProcess(address, subprocess.Popen([*command, "--key-file", key_file], env=environment()))
+    yield master, key_file
+    master.kill()
+
+
+def report_of(rank: FakeRank) -> dict[str, int | float | str | bool]:
+    status = rank.client.status()
+    assert status is not None
+    return status.node
+
+
 def test_what_one_node_has_no_room_for_another_one_keeps(
-    start_master: Callable[[], MasterProcess], start_node: Callable[..., NodeProcess]
+    secured_master: tuple[MasterProcess, str], start_node: Callable[..., NodeProcess]
 ) -> None:
-    """25 MiB stored on a node of 16 MiB: nothing is evicted, and every byte is found again, from either host."""
-    master = start_master()
-    small = start_node("small", "16MiB", (master.address,))
-    large = start_node("large", "128MiB", (master.address,))
+    """25 MiB stored on a node of 16 MiB: nothing is evicted, and every byte is found again, from either host. In a cluster with
+    a key, so that every push and every read proves itself."""
+    master, key_file = secured_master
+    small, large = (
+        start_node(name, dram, (master.address,), ("--key-file", key_file))
+        for name, dram in (("small", "16MiB"), ("large", "128MiB"))
+    )
     ranks = [FakeRank(node.settings()) for node in (small, large)]
     try:
-
-        def report(rank: FakeRank) -> dict[str, int | float | str | bool]:
-            status = rank.client.status()
-            assert status is not None
-            return status.node
-
         pages = names(400)
         for first in range(0, 400, 16):
             assert ranks[0].store(NS, pages[first : first + 16]).ok == b"\x01" * 16
-            wait_until(lambda: int(report(ranks[0])["used_bytes"]) <= 0.9 * (16 << 20), 30, "room again")
-        figures = report(ranks[0])
+            wait_until(lambda: int(report_of(ranks[0])["used_bytes"]) <= 0.9 * (16 << 20), 30, "room again")
+        figures = report_of(ranks[0])
         assert figures["evicted"] == 0
         assert int(figures["spilled"]) >= 170
-        assert report(ranks[1])["taken"] == figures["spilled"]
+        assert report_of(ranks[1])["taken"] == figures["spilled"]
         for rank in ranks:
             for first in range(0, 400, 16):
                 some = pages[first : first + 16]
@@ -608,3 +627,49 @@ def test_what_one_node_has_no_room_for_another_one_keeps(
     finally:
         for rank in ranks:
             rank.close()
+
+
+def test_readers_of_pages_that_move_get_the_right_bytes_or_none(
+    start_master: Callable[[], MasterProcess], start_node: Callable[..., NodeProcess]
+) -> None:
+    """Stores, spills, evictions and reads by both hosts, all at once: `load` compares every byte."""
+    master = start_master()
+    small, large = (start_node(name, dram, (master.address,)) for name, dram in (("small", "16MiB"), ("large", "24MiB")))
+    writer, *readers = [FakeRank(node.settings()) for node in (small, small, large)]
+    batches = [names(16, i) for i in range(40)]
+    stored = 0
+    reasons: Counter[str] = Counter()
+    loaded = [0, 0]
+    wrong: list[AssertionError] = []
+    done = threading.Event()
+
+    def read(number: int) -> None:
+        rng = random.Random(number)
+        try:
+            while not done.is_set():
+                outcome = readers[number].load(NS, batches[rng.randrange(max(stored, 1))])
+                loaded[number] += outcome.ok.count(1)
+                reasons.update(outcome.reasons)
+        except AssertionError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for batch in batches:
+            writer.store(NS, batch)
+            stored += 1
+            wait_until(lambda: int(report_of(writer)["used_bytes"]) <= 0.95 * (16 << 20), 30, "room again")
+        wait_until(lambda: all(loaded) or wrong, 20, "something loaded by each")
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        figures = report_of(writer)
+        for rank in (writer, *readers):
+            rank.close()
+    assert not wrong
+    assert int(figures["spilled"]) > 0
+    assert not {reason for reason in reasons if "checksum" in reason}
+    assert figures["discarded"] == 0
