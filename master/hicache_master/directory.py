@@ -17,7 +17,7 @@ from hicache_mooncake.protocol import HASH_BYTES
 MAX_PEERS_PER_REPLY = 255
 """A holder column has one byte a key, and 0 says nobody."""
 MAX_INTERNED_VALUES = 65_536
-TABLE_KEYS = 16_384
+TABLE_KEYS = 8_192
 """Keys a table on average, up to 4096 tables a namespace. Splitting one takes some milliseconds."""
 PREFIX_STEP = 128
 WEIGHED = 8
