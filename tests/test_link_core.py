@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hicache_master.core import MasterCore
 
+from hicache_mooncake.node import link_session
 from hicache_mooncake.node.link_core import Busy, Close, Connect, JoinFacts, Keys, LinkCore, Usage, split_hashes
 from hicache_mooncake.protocol import (
     Beat,
@@ -719,7 +720,8 @@ def test_an_old_and_a_new_master_side_by_side_both_know_everything() -> None:
     assert [master for _, master, m in net.sent if isinstance(m, Report)] == ["new"]
 
 
-def test_a_master_that_reads_slowly_costs_a_snapshot_and_no_memory() -> None:
+def test_a_master_that_reads_slowly_costs_a_snapshot_and_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_session, "MAX_OUTBOX_MESSAGES", 256)
     net = Net()
     node = manual(net)
     for turn in range(6000):
@@ -751,3 +753,83 @@ def test_nothing_unexpected_from_a_master_hurts() -> None:
         node.core.take("m1", net.now)
         node.core.validate()
         assert node.core.next_due(net.now) < float("inf")
+
+
+def take_all(node: Node, net: Net, master: str = "m1") -> list[Message]:
+    return list(iter(lambda: node.core.take(master, net.now), None))
+
+
+def pass_time(node: Node, net: Net, seconds: float) -> list[Message]:
+    """What the node sends meanwhile to a master that says nothing."""
+    sent = []
+    for _ in range(round(seconds / 0.25)):
+        net.now += 0.25
+        node.core.step(net.now)
+        sent += take_all(node, net)
+    node.core.validate()
+    return sent
+
+
+def answer_beats(node: Node, net: Net, sent: list[Message], *, want_snapshot: bool = False) -> None:
+    for message in sent:
+        if isinstance(message, Beat):
+            node.core.received("m1", BeatReply(b"m", True, want_snapshot), net.now)
+
+
+def test_a_master_with_all_snapshots_to_read_is_waited_for_and_a_silent_one_is_not() -> None:
+    """Each that loses patience sends all of it anew: a restarted master with many keys would never have read them."""
+    net = Net()
+    node = manual(net)
+    node.source.add(*range(50))
+    sent = pass_time(node, net, 3)
+    answer_beats(node, net, sent, want_snapshot=True)
+    sent = pass_time(node, net, 3)
+    assert any(isinstance(message, Snapshot) and message.last for message in sent)
+    sent += pass_time(node, net, 100)
+    (view,) = node.core.view().masters
+    assert view.state == "joined"
+    assert not view.answers(net.now), "lookups prefer another one meanwhile"
+    assert sum(isinstance(message, Snapshot) for message in sent) == 1
+    answer_beats(node, net, sent)
+    pass_time(node, net, 20)
+    (view,) = node.core.view().masters
+    assert view.state != "joined"
+
+
+def test_what_did_not_fit_behind_a_slow_master_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clears that were dropped are told again, and beats that were dropped are not waited for."""
+    monkeypatch.setattr(link_session, "MAX_OUTBOX_MESSAGES", 32)
+    net = Net()
+    node = manual(net)
+    net.now += 1
+    answer_beats(node, net, pass_time(node, net, 1))
+    node.core.clear_namespace(NS)
+    for turn in range(200):  # nothing is taken: the connection does not take any more
+        node.source.add(turn)
+        node.core.notify()
+        net.now += 0.06
+        node.core.step(net.now)
+        node.core.validate()
+    assert node.core.counters["outbox_overflows"] >= 1
+    sent = pass_time(node, net, 1)
+    assert ClearNamespace(NS, "a") in sent
+    answer_beats(node, net, sent, want_snapshot=True)
+    for _ in range(2):
+        sent = pass_time(node, net, 1.25)
+        assert any(isinstance(message, Snapshot) for message in sent)
+        answer_beats(node, net, sent)
+        answer_beats(node, net, pass_time(node, net, 1.25), want_snapshot=True)  # it was broken off there
+
+
+def test_changes_that_were_lost_are_lost_for_every_master() -> None:
+    """Also where one master's snapshot, for a reason of its own, is cut before the loss was looked for."""
+    net = Net()
+    node = manual(net, masters=("m1", "m2"))
+    for master in ("m1", "m2"):
+        take_all(node, net, master)
+    node.core.received("m1", BeatReply(b"m", True, True), net.now)
+    node.source.held[7] = None
+    node.source.lost = True
+    for master in ("m1", "m2"):
+        assert any(isinstance(message, Snapshot) for message in take_all(node, net, master)), master
+    assert not node.source.lost

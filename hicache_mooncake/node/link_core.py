@@ -52,6 +52,8 @@ UNASKED_DRAIN_S = 0.1
 RETRY_S = 0.02
 GATHER_S = (0.005, 1.0)
 """Bounds for what masters say about how long changes are gathered."""
+CROWDED_GATHER_S = 0.25
+"""While much waits for a master, such as one that reads all nodes' snapshots."""
 REPORT_S = 0.5
 MAX_REPORTED = 1024
 MAX_WAITING_CLEARS = 1024
@@ -338,6 +340,8 @@ class LinkCore:
     def snapshot(self, shard: int) -> Iterator[tuple[Keys, bool]]:
         """All that the node holds of a shard, in parts of at most DRAIN_KEYS, each with whether it is the last; at least one.
         Raises Busy."""
+        if self.source.changes_lost():
+            self._lost_changes()  # this one makes the source forget it, and the other masters miss them as well
         parts = (self._of_shard(keys, shard) for keys in self.source.snapshot())
         with_last = _with_last(_rechunk(parts))
         first = next(with_last)
@@ -391,7 +395,8 @@ class LinkCore:
         return max(self._drained_at + wait, self._retry_at)
 
     def _gather_s(self) -> float:
-        asked = max((s.gather_s for s in self._sessions.values() if s.state == JOINED), default=0.0)
+        joined = [s for s in self._sessions.values() if s.state == JOINED]
+        asked = max((CROWDED_GATHER_S if s.crowded else s.gather_s for s in joined), default=0.0)
         return min(max(asked, GATHER_S[0]), GATHER_S[1])
 
     def _drain(self, now: float) -> None:
@@ -401,9 +406,7 @@ class LinkCore:
         self._drained_at = now
         try:
             if self.source.changes_lost():
-                self._gap()
-                for session in self._sessions.values():
-                    session.want_snapshot()
+                self._lost_changes()
             for _ in range(DRAINS_PER_PASS):
                 added, removed = self.source.drain_changes(DRAIN_KEYS)
                 if not added and not removed:
@@ -418,6 +421,11 @@ class LinkCore:
             self._more = True
             self._retry_at = now + 0.1
             self.failed("reading the changes")
+
+    def _lost_changes(self) -> None:
+        self._gap()
+        for session in self._sessions.values():
+            session.want_snapshot()
 
     def _gap(self) -> None:
         self._seqs = [seq + 1 for seq in self._seqs]

@@ -34,6 +34,9 @@ BACKOFF_S = (0.1, 2.0)
 REFUSED_RETRY_S = 10.0
 ASK_AGAIN_S = 5.0
 ROOM_FRESH_S = 5.0
+SNAPSHOT_READ_S = 180.0
+"""So long a master may be silent while it has our snapshot to read: with 50 M keys of all nodes it takes more than a minute,
+and who loses patience sends everything anew, and makes it take longer for all."""
 SNAPSHOT_RETRY_S = 0.05
 """Of the source's snapshot, when it is busy."""
 
@@ -121,6 +124,8 @@ class Session:
         self._beats_sent = 0
         self._beats_answered = 0
         self._beats_before_snapshot = 0
+        self._beat_behind_snapshot = 0
+        """Its answer says that the last snapshot has been read; 0 when there was none."""
         self._sent_bytes = 0
         self._complained = False
         self._clears: dict[bytes, int] = {}
@@ -176,8 +181,7 @@ class Session:
                 self._tell_clears()
                 if now >= self._beat_at:
                     self._beat(now)
-                # Patient: a master that was restarted has every node's snapshot to read, and connecting anew starts ours over.
-                if now - self.answered_at > max(3 * self.ttl_s, self.core.silent_s):
+                if now - self.answered_at > self._patience_s():
                     self.lost("stopped answering", now)
             case "unfit":
                 if now - self.answered_at > max(3 * ASK_AGAIN_S, self.core.silent_s):
@@ -201,15 +205,33 @@ class Session:
             case _:
                 return self._since + ASK_AGAIN_S
 
+    def _patience_s(self) -> float:
+        usual = max(3 * self.ttl_s, self.core.silent_s)
+        unread = self._parts is not None or self._beats_answered < self._beat_behind_snapshot
+        return max(usual, SNAPSHOT_READ_S) if unread else usual
+
     # ------------------------------------------------------------------ what the core tells it
 
     def push(self, message: Message) -> None:
         if not self.listens:
             return
         if len(self._outbox) >= MAX_OUTBOX_MESSAGES:
-            self._outbox.clear()
-            self.core.count("outbox_overflows")
+            self._overflow()
         self._outbox.append(message)
+
+    def _overflow(self) -> None:
+        """What waits is dropped; the master sees the gap. No answer comes to the beats in it, and its clears are told again."""
+        self._beats_sent -= sum(isinstance(message, Beat) for message in self._outbox)
+        self._beats_before_snapshot = min(self._beats_before_snapshot, self._beats_sent)
+        self._beat_behind_snapshot = min(self._beat_behind_snapshot, self._beats_sent + 1)
+        self._clears = dict.fromkeys(self._clears, 0)
+        self._outbox.clear()
+        self.core.count("outbox_overflows")
+
+    @property
+    def crowded(self) -> bool:
+        """Does so much wait for this master that it should be sent fewer and larger updates?"""
+        return len(self._outbox) > MAX_OUTBOX_MESSAGES // 4
 
     def want_snapshot(self) -> None:
         self._parts = None
@@ -291,6 +313,7 @@ class Session:
             return
         if last:
             self._parts = None
+            self._beat_behind_snapshot = self._beats_sent + 1
         facts = self.core.facts()
         self.push(Snapshot(facts.node, facts.incarnation, self._snapshot_seq, self._part, last, keys))
         self._part += 1
@@ -331,7 +354,7 @@ class Session:
         self._outbox.clear()
         self._parts = None
         self._snapshot_wanted = False
-        self._beats_sent = self._beats_answered = self._beats_before_snapshot = 0
+        self._beats_sent = self._beats_answered = self._beats_before_snapshot = self._beat_behind_snapshot = 0
         self._sent_bytes = self.core.usage(now).sent_bytes
         self._clears = dict.fromkeys(self._clears, 0)
         self.push(
@@ -405,14 +428,14 @@ class Session:
 
     def _beat_answered(self, message: BeatReply, now: float) -> None:
         self.answered_at = now
-        self._beats_answered += 1
-        # Beats and clears are read in order: an answer to a beat that was sent after a clear says that it arrived.
-        self._clears = {ns: beat for ns, beat in self._clears.items() if not beat or beat >= self._beats_answered}
         if self.state != JOINED:
             return
         if not message.known or message.master != self._incarnation:
             self._ask_anew(now)
             return
+        self._beats_answered += 1
+        # Beats and clears are read in order: an answer to a beat that was sent after a clear says that it arrived.
+        self._clears = {ns: beat for ns, beat in self._clears.items() if not beat or beat >= self._beats_answered}
         self.warming = message.warming
         self.gather_s = message.gather_s
         if self.core.asks_for_room(self, now):
