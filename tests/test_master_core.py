@@ -357,6 +357,40 @@ def test_a_clear_empties_one_namespace_and_goes_to_every_other_node(master: Mast
     assert master.who(1, namespace=OTHER) != [""]
 
 
+def test_what_a_node_stored_after_its_own_clear_is_not_forgotten_with_the_rest(master: Master) -> None:
+    """Its clear comes behind its updates, or again after it was cut off."""
+    master.join("a")
+    master.join("b", port=7001)
+    master.update("a", 1, added=(1, 2))
+    master.update("b", 1, added=(3,))
+    master.update("a", 2, removed=(1, 2))
+    master.take(ClearNamespace(NS, "a"), b"a")
+    assert not master.beat("a", 2).want_snapshot, "a clear with nothing behind it costs no snapshot"
+    assert not master.beat("b", 1).want_snapshot
+    master.update("a", 3, added=(4,))
+    master.take(ClearNamespace(NS, "a"), b"a")
+    assert master.beat("a", 3).want_snapshot
+    master.snapshot("a", 4, 0, False, 4)
+    master.take(ClearNamespace(NS, "a"), b"a")
+    assert master.beat("a", 4).want_snapshot, "what came of a snapshot is gone as well"
+    master.snapshot("a", 5, 0, True, 4)
+    assert master.who(3, 4) == ["", "a"]
+    with pytest.raises(ProtocolError):
+        master.take(ClearNamespace(NS, "a" * 5000), b"a")
+
+
+def test_a_master_that_stands_still_at_its_start_warms_for_as_long_as_any(master: Master) -> None:
+    master.pass_time(0.1)
+    assert master.core.warming
+    master.now += 20
+    master.core.excuse(20, master.now)
+    master.pass_time(0.1)
+    assert master.core.warming, "nobody had the time to join"
+    for _ in range(60):
+        master.pass_time(0.1)
+    assert not master.core.warming
+
+
 def test_the_asker_is_never_the_answer(master: Master) -> None:
     master.join("a")
     master.join("b")

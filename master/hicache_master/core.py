@@ -161,7 +161,10 @@ class MasterCore:
         return []
 
     def excuse(self, seconds: float, now: float) -> None:
-        """The master itself stood still for so long: that is nobody's silence, and no snapshot has stalled in it."""
+        """The master itself stood still for so long: that is nobody's silence, no snapshot has stalled in it, and no node had
+        the time to join."""
+        if self._born is not None:
+            self._born = min(now, self._born + seconds)
         self.membership.excuse(seconds, now)
         for stream in self.streams:
             if stream.incoming is not None:
@@ -406,8 +409,10 @@ class MasterCore:
 
     def _clear(self, message: ClearNamespace, sender: bytes) -> Output:
         count_keys([(message.namespace, b"")])
+        if len(message.origin) > MAX_NAME_BYTES:
+            raise ProtocolError(f"the name of a node with {len(message.origin)} characters")
         self.stats.clears += 1
-        self.directory.drop_namespace(message.namespace)
+        self.streams.drop_namespace(message.namespace, message.origin)
         self._recent_clears.pop(message.namespace, None)
         self._recent_clears[message.namespace] = (message.origin, self._now + REMEMBER_CLEARS_S)
         while len(self._recent_clears) > MAX_RECENT_CLEARS:

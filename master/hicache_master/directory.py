@@ -272,6 +272,10 @@ class Directory:
         """Pages that this slot holds."""
         return self._slots[slot].count
 
+    def has(self, slot: int, namespace: bytes) -> bool:
+        """Does this slot hold any page of this namespace?"""
+        return namespace in self._slots[slot].held
+
     # ------------------------------------------------------------------ changes
 
     def add(self, slot: int, namespace: bytes, hashes: bytes) -> None:

@@ -148,6 +148,20 @@ class Streams:
         if seq > stream.seq and not stream.want_snapshot:
             self._gap(stream)
 
+    def drop_namespace(self, namespace: bytes, origin: str) -> None:
+        """Forget a namespace of every node, since all will clear it, as `origin` has done. What that one is known to hold of it
+        may be from after its clear: it is asked for a snapshot."""
+        stream = self._streams.get(origin)
+        newer = False
+        if stream is not None:
+            slots = [*stream.slots.values(), *(stream.incoming.slots.values() if stream.incoming is not None else ())]
+            newer = any(self._directory.has(slot, namespace) for slot in slots)
+        self._directory.drop_namespace(namespace)
+        if stream is not None and newer:
+            if stream.incoming is not None:
+                self.break_off(stream)
+            self._gap(stream)
+
     def break_off(self, stream: Stream) -> None:
         """The snapshot that is coming has lost a part."""
         assert stream.incoming is not None
