@@ -21,14 +21,12 @@ from hicache_mooncake.testing.sim.rank import Call, Rank
 from hicache_mooncake.testing.sim.world import Process, World
 from tests.conftest import environment
 
-FIXED = range(1, 36)
-FOUND: dict[int, str] = {}
-"""Seeds that failed once, with these options, and what it was."""
+FIXED = range(1, 41)
 FRESH = 3
 
 
 def quick(**changes: Any) -> Options:
-    return Options(**{"trouble_s": 4.0, "validate_share": 0.03} | changes)
+    return Options(**{"trouble_s": 3.0, "validate_share": 0.03} | changes)
 
 
 @pytest.mark.parametrize("seed", FIXED)
@@ -36,15 +34,10 @@ def test_a_cluster_in_trouble_keeps_its_promises(seed: int) -> None:
     run(seed, quick())
 
 
-@pytest.mark.parametrize("seed", FOUND)
-def test_what_once_failed_holds(seed: int) -> None:
-    run(seed)
-
-
 @pytest.mark.parametrize("number", range(FRESH))
 def test_fresh_seeds(number: int) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
-    print(f"python -m hicache_mooncake.testing.sim --seed {seed} --trace --trouble-s 4")
+    print(f"python -m hicache_mooncake.testing.sim --seed {seed} --trace --trouble-s 3")
     run(seed, quick(validate_share=0.1))
 
 
@@ -204,7 +197,8 @@ def test_a_master_that_takes_a_new_life_for_the_old_one_is_found_out(monkeypatch
 def peaceful(seed: int, *, settled: bool = True, **changes: Any) -> Cluster:
     """A cluster in which nothing happens but what the test does; settled."""
     workload = {"chains": 4, "pages": 4, "abort": 0.0, "shared": 0.0} | changes.pop("workload", {})
-    cluster = Cluster(World(seed), Options(workload=workload, capacity=changes.pop("capacity", 200), **changes))
+    options = {"capacity": 200, "times": (0.5, 2.0, 10.0)} | changes
+    cluster = Cluster(World(seed), Options(workload=workload, **options))
     for rank in cluster.ranks:
         rank.revive()
     cluster.world.run_for(3.0)

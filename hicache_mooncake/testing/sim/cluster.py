@@ -42,9 +42,8 @@ class Options:
     ranks: int | None = None
     capacity: int | None = None
     """Pages of 4 KiB a node."""
-    heartbeat_s: float = 0.5
-    ttl_s: float = 2.0
-    forget_s: float = 10.0
+    times: tuple[float, float, float] | None = None
+    """heartbeat_s, ttl_s and forget_s of the masters."""
     plan: Plan | None = None
     workload: dict[str, Any] = field(default_factory=dict)
     node: dict[str, Any] = field(default_factory=dict)
@@ -82,15 +81,17 @@ class Cluster:
         replicas = options.masters or rng.choice([1, 2, 2, 3])
         self.shards = shards
         self.ledger = Ledger(world)
+        drawn_times = rng.choice([(0.2, 0.6, 2.0), (0.5, 2.0, 10.0), (0.5, 2.0, 10.0), (1.0, 5.0, 60.0)])
+        self.heartbeat_s, self.ttl_s, self.forget_s = options.times or drawn_times
         self.masters: list[SimMaster] = []
         self._by_address: dict[str, SimMaster] = {}
         for shard in range(shards):
             for replica in range(replicas):
                 address = f"m{shard}{replica}:50051"
                 master_options = {
-                    "heartbeat_s": options.heartbeat_s,
-                    "ttl_s": options.ttl_s,
-                    "forget_s": options.forget_s,
+                    "heartbeat_s": self.heartbeat_s,
+                    "ttl_s": self.ttl_s,
+                    "forget_s": self.forget_s,
                     "shard": (shard, shards),
                 }
                 master = SimMaster(world, self.network, address, address[:3], master_options, options.validate_share)
@@ -360,7 +361,7 @@ def run(seed: int, options: Options | None = None, trace: Callable[[str], None] 
     began = world.now
     world.run_for(1.0)
     trouble_s = options.trouble_s if options.trouble_s is not None else world.rng.choice([5.0, 10.0, 20.0])
-    plan = options.plan or Plan(every_s=world.rng.choice([0.3, 1.0, 3.0]))
+    plan = options.plan or Plan(every_s=world.rng.choice([0.1, 0.3, 1.0, 3.0]))
     faults = Faults(cluster, plan)
     world.run_for(trouble_s)
     world.note("peace")
@@ -368,7 +369,7 @@ def run(seed: int, options: Options | None = None, trace: Callable[[str], None] 
     world.run_for(1.0)
     for rank in cluster.ranks:
         rank.stop()
-    world.run_for(max(5.0, 2 * options.ttl_s))
+    world.run_for(max(5.0, 2 * cluster.ttl_s))
     took = cluster.settle()
     world.note(f"settled after {took:.1f} s")
     until = world.now + LONGEST_SEND_S + max(node.options.pin_seconds for node in cluster.nodes)
