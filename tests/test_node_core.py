@@ -1,4 +1,4 @@
-"""What a node answers, without sockets: the steps of a real core, driven by hand beside a directory that says what it is told."""
+"""What a node answers, without sockets: the steps of a real core, driven by hand, and a directory that says what it is told."""
 
 from __future__ import annotations
 
