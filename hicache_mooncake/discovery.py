@@ -107,6 +107,13 @@ def _address(value: bytes) -> str:
 def _etcd3gw() -> Callable[[str, int], Any]:
     try:
         import etcd3gw
+        import requests
     except ImportError as error:
         raise ValueError("masters=etcd://… needs a package more: pip install 'hicache-mooncake[etcd]'") from error
-    return lambda host, port: etcd3gw.client(host=host, port=port, timeout=REQUEST_S)
+
+    def client(host: str, port: int) -> Any:
+        session = requests.Session()
+        session.trust_env = False  # a proxy of the environment is for the internet, and knows no etcd in here
+        return etcd3gw.client(host=host, port=port, timeout=REQUEST_S, session=session)
+
+    return client

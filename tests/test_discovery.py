@@ -126,3 +126,23 @@ def test_a_thread_polls_until_it_is_closed(etcd: Etcd) -> None:
 def test_other_urls_are_refused(url: str, etcd: Etcd) -> None:
     with pytest.raises(ValueError, match=r"etcd|port|cluster"):
         Discovery(url, lambda masters: None, log, client=etcd.client)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_etcd(monkeypatch: pytest.MonkeyPatch, told: list[tuple[str, ...]]) -> None:
+    """Hosts behind a proxy have its variables set everywhere."""
+    pytest.importorskip("etcd3gw")
+    requests = pytest.importorskip("requests")
+    monkeypatch.setenv("http_proxy", "http://proxy.invalid:3128")
+    monkeypatch.setenv("no_proxy", "")
+    proxies: list[object] = []
+
+    def send(session: object, request: object, **options: object) -> object:
+        proxies.append(options["proxies"])
+        raise requests.ConnectionError("nobody is asked here")
+
+    monkeypatch.setattr(requests.Session, "send", send)
+    discovery = Discovery("etcd://etcd.invalid:2379/prod", told.append, log)
+    for _ in range(2):
+        discovery.poll()
+    assert len(proxies) >= 2
+    assert not any(proxies)

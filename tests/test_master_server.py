@@ -341,6 +341,27 @@ def test_a_master_that_stood_still_suspects_nobody_for_it(masters, peers, monkey
         assert node.states() == {"a": "active"}
 
 
+def test_a_master_whose_lease_ended_does_not_answer_as_the_leader_not_even_once(peers) -> None:
+    """It was frozen, and has questions to answer before its next round of housekeeping."""
+    server = MasterServer("127.0.0.1:0")
+    term = types.SimpleNamespace(role=lambda now: "follower", masters=[], problem="", start=lambda: None, close=lambda: None)
+    server._election = term  # type: ignore[assignment]
+    server.core.role = "leader"
+    asker = peers(types.SimpleNamespace(server=server))
+    asker.send(ClusterStatus(brief=True))
+    time.sleep(0.3)  # until it lies in the master's socket: asked later the test is only more lenient
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        report = asker.receive()
+        assert isinstance(report, ClusterReport)
+        assert report.role == "follower"
+    finally:
+        server.stop()
+        thread.join(timeout=20)
+    assert not thread.is_alive()
+
+
 def test_what_fails_in_a_message_a_tick_or_a_figure_ends_nothing(masters, peers, monkeypatch, caplog) -> None:
     master = masters()
     node = peers(master)

@@ -258,6 +258,8 @@ class MasterServer:
         if now - self._turned_at > STOOD_STILL_S:
             self.core.excuse(now - self._turned_at, now)
         self._turned_at = now
+        if self._election is not None:  # before anything is answered: a leader that was frozen may be none any more
+            self.core.role = self._election.role(now)
         return now
 
     def _receive(self) -> None:
@@ -311,7 +313,7 @@ class MasterServer:
     def _tick(self, now: float) -> None:
         self._send(self.core.tick(now))
         if self._election is not None:
-            self.core.role, self.core.masters = self._election.role(now), list(self._election.masters)
+            self.core.masters = list(self._election.masters)
         while self.core.notes:
             log.log(*self.core.notes.popleft())
 
