@@ -24,6 +24,11 @@ def _bin_of(granules: int) -> int:
     return _EXACT + (log - 6) * _SUB + ((granules >> (log - 3)) & 7)
 
 
+def blocks_of(size_bytes: int) -> int:
+    """Bytes that a block of this size takes."""
+    return (size_bytes + GRANULE - 1) // GRANULE * GRANULE
+
+
 class Allocator:
     """Offsets in [0, capacity), multiples of GRANULE. Not thread-safe; O(1) for the sizes that repeat."""
 
@@ -49,7 +54,7 @@ class Allocator:
 
     def allocate_many(self, size_bytes: int, count: int) -> list[int]:
         """Up to `count` blocks of one size, carved side by side where there is room: as many as fit without anything else."""
-        size = (size_bytes + GRANULE - 1) // GRANULE * GRANULE
+        size = blocks_of(size_bytes)
         offsets: list[int] = []
         while len(offsets) < count:
             start = self._find(size)
@@ -76,7 +81,7 @@ class Allocator:
         if rest or not 0 <= byte < len(self._begins) or not self._begins[byte] & bit:
             raise KeyError(offset)
         self._begins[byte] ^= bit
-        size = (size_bytes + GRANULE - 1) // GRANULE * GRANULE
+        size = blocks_of(size_bytes)
         self.used -= size
         start, end = offset, offset + size
         left = self._start_of_free_end.get(start)
@@ -89,6 +94,15 @@ class Allocator:
             end += right_size
         self._insert_free(start, end - start)
         return size
+
+    def free_before(self, offset: int) -> int:
+        """Bytes that are free right before this offset."""
+        start = self._start_of_free_end.get(offset)
+        return 0 if start is None else offset - start
+
+    def free_behind(self, offset: int) -> int:
+        """Bytes that are free from this offset on, if the block before it is used."""
+        return self._size_of_free.get(offset, 0)
 
     def _find(self, size: int) -> int | None:
         index = _bin_of(size // GRANULE)
@@ -128,7 +142,7 @@ class Allocator:
     def validate(self, used: Iterable[tuple[int, int]]) -> None:
         """`used`: offset and size of all that its users hold. Every byte is in exactly one block, no two free blocks touch, the
         bins hold exactly the free blocks."""
-        held = [(offset, (size + GRANULE - 1) // GRANULE * GRANULE) for offset, size in used]
+        held = [(offset, blocks_of(size)) for offset, size in used]
         begins = bytearray(len(self._begins))
         for offset, _ in held:
             begins[offset // GRANULE >> 3] |= 1 << (offset // GRANULE & 7)

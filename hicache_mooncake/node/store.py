@@ -23,11 +23,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from hicache_mooncake.node.allocator import GRANULE, Allocator
+from hicache_mooncake.node.allocator import GRANULE, Allocator, blocks_of
 from hicache_mooncake.node.policy import DEFAULT_POLICY, Evictable, Lru, Policy, make_policy
 from hicache_mooncake.protocol import FETCH, HASH_BYTES, HAVE, LOCAL, REMOTE, WAIT, WRITE, WRONG_LENGTH
 
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
+_SCANNED_FOR_WINDOWS = (2048, 8192)
+_WINDOWS_AT_ONCE = 32
 
 OWN, GUEST, REPLICA = 0, 1, 2
 """What a page is to this node: its own; given away by another node and evicted before the own ones; a copy of what other nodes
@@ -641,6 +643,13 @@ class Store:
                     break
             count = min(count, max(0, self.max_objects - self._objects - self._reserved))
         offsets = self.allocator.allocate_many(length, count) if count else []
+        if evict and len(offsets) < count:
+            self._make_room(length, count - len(offsets))
+            offsets += self.allocator.allocate_many(length, count - len(offsets))
+        for scanned in _SCANNED_FOR_WINDOWS if evict else ():
+            if len(offsets) < count:
+                self._make_windows(length, count - len(offsets), scanned)
+                offsets += self.allocator.allocate_many(length, count - len(offsets))
         while evict and len(offsets) < count:
             offset = self._allocate(length)
             if offset is None:
@@ -649,7 +658,7 @@ class Store:
         return offsets
 
     def _allocate(self, length: int) -> int | None:
-        """Room for one body; cleared objects make it first, then least recently used ones, until there is a block that fits."""
+        """Room for one body; cleared objects make it first, then the pages that go first, until there is a block that fits."""
         if length > self.allocator.capacity:
             return None
         for _ in range(_MAX_EVICTIONS_PER_ALLOCATION):
@@ -660,15 +669,74 @@ class Store:
                 return None
         return None
 
+    def _make_room(self, length: int, count: int) -> None:
+        """As many bytes as so many bodies need, wherever."""
+        needed = blocks_of(length) * count
+        if length > self.allocator.capacity:
+            return
+        while self.allocator.capacity - self.allocator.used < needed and (self.sweep(1) or self._evict_one()):
+            pass
+
+    def _make_windows(self, length: int, count: int, scanned: int) -> None:
+        """There are bytes enough, in pieces: pages of another size were here before. Of the pages that would go soon those go
+        now that lie side by side, the fewest bytes first, instead of all that it takes until by chance one fits."""
+        size = blocks_of(length)
+        if size > self.allocator.capacity:
+            return
+        count = max(count, min(_WINDOWS_AT_ONCE, self.allocator.capacity // 64 // size))
+        cold: dict[int, tuple[int, LogicalPage]] = {}
+        for page in self.coldest(scanned):
+            for part in page.parts:
+                cold[part.offset] = blocks_of(part.length), page
+        windows: list[tuple[int, int, list[LogicalPage]]] = []
+        window: deque[tuple[int, LogicalPage | None]] = deque()
+        wide = lost = end = 0
+        for offset in sorted(cold):
+            taken, page = cold[offset]
+            free = self.allocator.free_before(offset)
+            if offset - free != end:
+                window.clear()
+                wide = lost = 0
+            elif window and free:
+                window.pop()  # it was counted as what lies behind the last one
+                wide -= free
+            behind = self.allocator.free_behind(offset + taken)
+            for block in ((free, None), (taken, page), (behind, None)):
+                if block[0]:
+                    window.append(block)
+                    wide += block[0]
+                    lost += block[0] if block[1] is not None else 0
+            end = offset + taken
+            while window and wide - window[0][0] >= size:
+                first, of = window.popleft()
+                wide -= first
+                lost -= first if of is not None else 0
+            if wide >= size:
+                windows.append((lost, wide, [of for _, of in window if of is not None]))
+                window.clear()
+                wide = lost = 0
+                end = -1
+        windows.sort(key=lambda each: each[0] / (each[1] // size))
+        for _, wide, pages in windows:
+            if count <= 0:
+                break
+            count -= wide // size
+            for page in pages:
+                if page.held is not None:
+                    self._evict(page)
+
     def _evict_one(self) -> bool:
         """Forget the page that goes first of those that nobody reads or writes."""
         for rank in _EVICTED:
             page = self._policies[rank].victim()
             if page is not None:
-                self.stats.evicted_bytes += sum([part.length for part in page.parts])
-                self.stats.evicted += self._remove_page(page, evicted=True)
+                self._evict(page)
                 return True
         return False
+
+    def _evict(self, page: LogicalPage) -> None:
+        self.stats.evicted_bytes += sum([part.length for part in page.parts])
+        self.stats.evicted += self._remove_page(page, evicted=True)
 
     def _rank(self, page: LogicalPage, rank: int) -> None:
         self._foreign += (rank != OWN) - (page.rank != OWN)

@@ -42,7 +42,7 @@ class Adaptive(Policy[P]):
             back = at
             kind, age = ghost
             if age <= _JUST_NOW:
-                step = 1 + min(0.1, 300 / max(1, len(self)))
+                step = 1 + min(0.02, 300 / max(1, len(self)))
                 self.factor = min(_LARGEST_FACTOR, self.factor * step) if kind else max(1.0, self.factor / step)
         self._append(pages, back)
 

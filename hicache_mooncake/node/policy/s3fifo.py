@@ -50,7 +50,7 @@ class S3Fifo(Policy[P]):
         super().removed(page, evicted=evicted)
 
     def victim(self) -> P | None:
-        """Every page that is met on the way has lost a use or goes to the end of the line, so this ends."""
+        """Pages that are met on the way lose a use or go to the end of the line."""
         for _ in range((_MOST_USES + 2) * len(self)):
             small = self._small.count > _SMALL_SHARE * len(self) or not self._main.count
             page = (self._small if small else self._main).first()
@@ -61,7 +61,7 @@ class S3Fifo(Policy[P]):
             if page.uses:
                 page.uses = 0 if small else page.uses - 1
             self._main.append((page,))
-        return None
+        return self._small.victim() or self._main.victim()
 
     def _append(self, pages: Sequence[P], main: int) -> None:
         """So many leading ones belong to the main queue: whoever asks for a page asks for all before it."""
