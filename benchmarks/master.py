@@ -389,6 +389,7 @@ def main() -> None:
     parser.add_argument("--mooncake", metavar="PYTHON", help="the Python that has mooncake-transfer-engine(-non-cuda)")
     parser.add_argument("--full", action="store_true", help="memory of 10 M and 50 M keys too: needs 6 GB and some minutes")
     options = parser.parse_args()
+    load = os.getloadavg()[0]
     if not options.mooncake:
         print("without --mooncake PYTHON there is no peer to compare with")
     rows: list[Row] = []
@@ -396,7 +397,8 @@ def main() -> None:
     with Progress(*columns, transient=True) as progress:
         for name in options.sections or SECTIONS:
             rows += SECTIONS[name](progress, options)
-    report(rows, f"medians of {options.rounds} interleaved rounds; the longest waits are of 3 tries each")
+    busy = f"{os.cpu_count()} cores, of which others kept {load:.1f} busy at the start"
+    report(rows, f"medians of {options.rounds} interleaved rounds; the longest waits: medians of 3 tries; {busy}")
     print(f"saved as {save(rows, 'master')}")
 
 
