@@ -74,3 +74,30 @@ def test_a_name_server_that_hangs_costs_a_moment_and_one_thread() -> None:
 def test_a_name_that_is_no_host_and_port_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="port"):
         Names()("host:port")
+
+
+def test_a_lookup_does_not_wait_for_a_name_server_that_hangs_and_hears_of_news_later() -> None:
+    release, asked = threading.Event(), []
+
+    def resolver(host: str, port: int) -> str:
+        asked.append(host)
+        if len(asked) == 2:
+            release.wait(30)
+        if len(asked) == 3:
+            raise OSError(-2, "Name or service not known")
+        return f"10.0.0.{len(asked)}"
+
+    names = Names(resolver)
+    assert names.known("masters.test:1") == "10.0.0.1:1", "the first time there is nothing to go by"
+    for _ in range(5):
+        assert names.known("masters.test:1") == "10.0.0.1:1"
+    assert len(asked) == 2, "one looks for all"
+    release.set()
+    deadline = time.monotonic() + 20
+    while names.known("masters.test:1") != "10.0.0.2:1":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    while names.known("masters.test:1") != "10.0.0.4:1":
+        assert time.monotonic() < deadline, "a failure between leaves what was known and is not the end"
+        time.sleep(0.01)
+    assert names.known("[::1]:5") == "[::1]:5"

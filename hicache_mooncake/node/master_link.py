@@ -40,6 +40,8 @@ DEFAULT_MASTER_PORT = 50051
 PAUSE_S = 0.1
 MESSAGES_PER_PASS = 32
 MAX_ORDERS = 4096
+MAX_SOCKETS = 16_384
+"""As many lookups at once as there may be, each with a socket a shard, are more than ZMQ's default of 1023."""
 
 HOW_TO_SECURE = (
     "Without a key anybody who reaches a master can read and spoil the directory. Make a key (hicache-mooncake keygen FILE) and"
@@ -120,7 +122,9 @@ class MasterLink:
         self.log = log
         self._key = key
         self._may_leave_host = key is not None or allow_unauthenticated
-        self._resolve = resolve = resolve or Names()  # not libzmq's: it resolves on the thread that all connections share
+        names = Names()  # not libzmq's: it resolves on the thread that all connections share
+        self._resolve = resolve or names
+        known = resolve or names.known
         found_by = [master for master in masters if is_etcd(master)]
         addresses = tuple(
             dict.fromkeys(
@@ -157,8 +161,9 @@ class MasterLink:
         self._in_use = bool(masters)
         if self._in_use:
             self._context: zmq.Context[Socket] = zmq.Context(io_threads=1)
+            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._asker = Asker(lambda master: connect_dealer(self._context, master, key, resolve))
+            self._asker = Asker(lambda master: connect_dealer(self._context, master, key, known))
 
     # ------------------------------------------------------------------ for any thread
 

@@ -39,6 +39,8 @@ class Names:
         self._lock = threading.Lock()
         self._queries: dict[str, _Query] = {}
         """Those that nobody has had the answer of."""
+        self._last: dict[str, str] = {}
+        self._looking: set[str] = set()
 
     def __call__(self, master: str) -> str:
         host, port = split_address(master)
@@ -56,7 +58,33 @@ class Names:
                 del self._queries[host]
         if query.problem:
             raise OSError(query.problem)
+        self._last[host] = query.address
         return join_address(query.address, port)
+
+    def known(self, master: str) -> str:
+        """The same for whoever has no time: the last address of a name, while a newer one is looked for beside. Only a name
+        that never had one takes as long as a call."""
+        host, port = split_address(master)
+        if _is_address(host):
+            return master
+        address = self._last.get(host)
+        if address is None:
+            return self(master)
+        with self._lock:
+            start = host not in self._looking
+            self._looking.add(host)
+        if start:
+            threading.Thread(target=self._look, args=(host, port), name="resolver", daemon=True).start()
+        return join_address(address, port)
+
+    def _look(self, host: str, port: int) -> None:
+        try:
+            self._last[host] = self._resolver(host, port)
+        except (OSError, ValueError):
+            pass  # what was known is the best there is
+        finally:
+            with self._lock:
+                self._looking.discard(host)
 
     def _run(self, query: _Query, host: str, port: int) -> None:
         try:
