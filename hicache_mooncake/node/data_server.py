@@ -73,9 +73,11 @@ class DataServer:
         threading.Thread(target=self._accept, name="data-accept", daemon=True).start()
 
     def stop(self) -> None:
-        self._stopping = True
         with self._lock:
+            self._stopping = True  # from here on nobody is let in: readers that were cut off come back at once
             readers = list(self._readers)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing it would not wake the thread that accepts
         for sock in readers:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -112,7 +114,7 @@ class DataServer:
                 time.sleep(0.05)
                 continue
             with self._lock:
-                full = len(self._readers) >= _MAX_READERS
+                full = self._stopping or len(self._readers) >= _MAX_READERS
                 if full:
                     self.refused_readers += 1
                 else:

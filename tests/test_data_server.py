@@ -1,0 +1,78 @@
+"""A node's data port at its end: nobody reads from, or writes to, a segment that is being unmapped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.config import load_settings
+from hicache_mooncake.node.service import Node
+from hicache_mooncake.testing.local import FakeRank, page_hash
+from hicache_mooncake.transfer import tcp
+from tests.conftest import wait_until
+
+NS = b"n" * 16
+
+
+def test_readers_that_come_back_at_once_do_not_hold_up_the_end_nor_read_what_is_unmapped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"socket": str(tmp_path / "node.sock"), "dram": "16MiB", "listen": "127.0.0.1:0", "metrics": "", "name": "n"}
+    settings = load_settings({}, {}, options)[0]
+    node = Node(settings)
+    before = set(threading.enumerate())
+    node.start()
+    rank = FakeRank(settings)
+    pages = [page_hash(number) for number in range(8)]
+    assert rank.store(NS, pages).ok == b"\x01" * 8
+    host, _, port = node.data_address.rpartition(":")
+    peer = p.Peer("n", node.incarnation, host, int(port))
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            with contextlib.suppress(OSError, p.ProtocolError):
+                connection = tcp.PeerConnection(peer, time.monotonic() + 5)
+                with contextlib.closing(connection):
+                    while not ended.is_set():
+                        connection.request(p.Fetch(2, "r", NS, b"".join(pages), rank.page_bytes, 1), time.monotonic() + 5)
+                        held = connection.reply(time.monotonic() + 5).status.count(p.LOCAL)
+                        _skip(connection.source(time.monotonic() + 5), held * rank.page_bytes)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    try:
+        wait_until(lambda: node.data.sent_pages > 100, 30, "they read")
+        rank.close()
+        with caplog.at_level(logging.WARNING):
+            node.stop()
+        assert node.data.report()["remote_readers"] == 0
+        with pytest.raises(ConnectionRefusedError):
+            tcp.PeerConnection(peer, time.monotonic() + 1)
+    finally:
+        ended.set()
+        for reader in readers:
+            reader.join()
+
+    def left() -> set[str]:
+        return {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("data-")}
+
+    wait_until(lambda: not left(), 10, "its threads have ended")
+    assert not [record.getMessage() for record in caplog.records if "internal error" in record.getMessage()]
+
+
+def _skip(source: Callable[[list[memoryview]], int], count: int) -> None:
+    into = memoryview(bytearray(1 << 20))
+    while count:
+        got = source([into[: min(count, len(into))]])
+        if not got:
+            raise ConnectionError("closed")
+        count -= got
