@@ -379,6 +379,18 @@ def test_what_a_node_stored_after_its_own_clear_is_not_forgotten_with_the_rest(m
         master.take(ClearNamespace(NS, "a" * 5000), b"a")
 
 
+def test_however_many_namespaces_were_cleared_a_node_that_joins_gets_its_answer_first(master: Master) -> None:
+    """The queue to a peer has 256 places, and what finds none is lost."""
+    master.pass_time(0.1)
+    master.join("a")
+    clears = [ClearNamespace(number.to_bytes(16, "big"), "a") for number in range(500)]
+    for clear in clears:
+        master.take(clear, b"a")
+    output = master.take(Join(1, 2, "b", b"i1", "10.0.0.1", 7001, 1 << 30, 0), b"b")
+    assert isinstance(output[0][1], Joined)
+    assert [message for _, message in output[1:]] == clears
+
+
 def test_a_master_that_stands_still_at_its_start_warms_for_as_long_as_any(master: Master) -> None:
     master.pass_time(0.1)
     assert master.core.warming

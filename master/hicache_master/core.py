@@ -225,12 +225,6 @@ class MasterCore:
                 f" {self.shard.count} pages that other nodes hold; upgrade it (pip install -U hicache-mooncake)"
             )
         output = self._evict_loopback(message, now)
-        # A node that was out of reach while another one cleared a namespace hears of it now.
-        output += [
-            (sender, ClearNamespace(namespace, origin))
-            for namespace, (origin, until) in self._recent_clears.items()
-            if origin != message.node and until > now
-        ]
         stream = self.streams.open(message.node, message.incarnation, message.seq)
         self._senders[message.node] = sender
         if not stream.want_snapshot:
@@ -249,6 +243,13 @@ class MasterCore:
                 ),
             )
         )
+        # A node that was out of reach while another one cleared a namespace hears of it now. Behind the answer, or many clears
+        # would fill the queue to a peer and crowd it out.
+        output += [
+            (sender, ClearNamespace(namespace, origin))
+            for namespace, (origin, until) in self._recent_clears.items()
+            if origin != message.node and until > now
+        ]
         return output
 
     def _warn(self, text: str) -> None:
