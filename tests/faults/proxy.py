@@ -182,10 +182,11 @@ class FaultProxy:
         with self._changed:
             while (faults := self._faults).swallow and not self._closed and not pair.ended:
                 self._changed.wait(0.05)
-        for first in range(strike, len(data), 4096 if faults.rate_bytes_s else _PIECE):
-            piece = data[first : min(len(data), first + (4096 if faults.rate_bytes_s else _PIECE))]
+        step = 4096 if faults.rate_bytes_s else _PIECE
+        for first in range(strike, len(data), step):
+            piece = data[first : first + step]
             if faults.rate_bytes_s:
-                self._sleep(pair, len(piece) / faults.rate_bytes_s)
+                self._sleep(pair, pair.ahead(at + first + len(piece) - faults.after_bytes, faults.rate_bytes_s))
             target.sendall(piece)
 
     def _sleep(self, pair: _Pair, seconds: float) -> None:
@@ -205,15 +206,23 @@ class _Pair:
     ended: bool = False
     _upstream: bool = True
     _at: int = 0
+    _throttled_at: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answered(self, upstream: bool, size: int) -> int:
         """Where in its answer a piece lies."""
         with self._lock:
             if upstream != self._upstream:
-                self._upstream, self._at = upstream, 0
+                self._upstream, self._at, self._throttled_at = upstream, 0, 0.0
             at, self._at = self._at, self._at + size
             return at
+
+    def ahead(self, size: int, rate_bytes_s: float) -> float:
+        """How long it is until so much of an answer may have passed. A proxy that got no turn on a busy machine catches up."""
+        with self._lock:
+            now = time.monotonic()
+            self._throttled_at = self._throttled_at or now
+            return max(0.0, self._throttled_at + size / rate_bytes_s - now)
 
     def reset(self) -> None:
         """Both ends see a reset (or, where they are in the middle of something, an end)."""

@@ -266,9 +266,9 @@ def test_a_large_batch_over_a_slow_link_is_what_arrived_in_time(node: Nodes, rea
     pages = names(*range(64))
     only.hold(pages)
     reader.place(pages, only)
-    only.proxy.faults = Faults(after_bytes=4096, rate_bytes_s=2_000_000)
+    only.proxy.faults = Faults(after_bytes=4096, rate_bytes_s=800_000)
     for _ in range(2):
-        done = reader.load(pages, 1.0)
+        done = reader.load(pages, 2.5)
         arrived = done.ok.count(1)
         assert 0 < arrived < 64
         assert done.ok == b"\x01" * arrived + bytes(64 - arrived), "in the order of the chain: a prefix can be used"
