@@ -367,17 +367,25 @@ class Load:
             self._known.clear()
             self._known.extend(kept)
 
-    def settled(self, remote_from: str | None = None, timeout_s: float = 30.0) -> None:
+    def settled(self) -> None:
         """Wait until loads of other hosts' pages succeed at every rank."""
+        self.goes_on(*self.names, remote=True)
+
+    def goes_on(self, *names: str, remote: bool | None = None) -> None:
+        """Wait until each of these ranks has loaded pages anew: of other hosts, its own, or either."""
         since = time.monotonic()
-        for name in self.names:
+        for name in names:
             wait_until(
                 lambda name=name: any(  # type: ignore[misc]
-                    call.who == name and call.op == "load" and call.remote_bytes and call.at > since
+                    call.who == name
+                    and call.op == "load"
+                    and call.at > since
+                    and call.whole
+                    and (remote is None or remote == bool(call.remote_bytes))
                     for call in list(self._calls)
                 ),
-                timeout_s,
-                f"{name} loads pages of other hosts",
+                HANG_S * 2,
+                f"{name} loads pages" + {None: "", True: " of other hosts", False: " of its own"}[remote],
             )
 
     def _on_host(self, work: Callable[[str, random.Random], None], name: str, seed: int) -> None:

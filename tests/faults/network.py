@@ -47,6 +47,15 @@ class Network:
         self.hosts[name] = Host(self, name, f"10.77.0.{len(self.hosts) + 1}")
         return self.hosts[name]
 
+    def heal(self) -> None:
+        """Nothing is cut, lost or slow any more."""
+        for host in self.hosts.values():
+            host.connect()
+            if host.unheard:
+                host.reaches(*host.unheard)
+            if host.rate:
+                host.throttle("")
+
     def close(self) -> None:
         for namespace in [*(host.namespace for host in self.hosts.values()), self.switch]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
@@ -66,6 +75,8 @@ class Host:
         self.namespace = f"{network.prefix}-{name}"
         self.prefix = ("ip", "netns", "exec", self.namespace)
         """What a command is started under to run on this host."""
+        self.unheard: list[Host] = []
+        self.rate = ""
         self._switch, self._port = network.switch, f"p-{name}"
         _ip("netns", "add", self.namespace)
         _ip("-n", self.namespace, "link", "set", "lo", "up")
@@ -110,13 +121,16 @@ class Host:
         """What this host sends to these is lost. What they send arrives."""
         for other in others:
             _ip("-n", self.namespace, "route", "add", "blackhole", f"{other.address}/32")
+            self.unheard.append(other)
 
     def reaches(self, *others: Host) -> None:
         for other in others:
             _ip("-n", self.namespace, "route", "del", "blackhole", f"{other.address}/32")
+            self.unheard.remove(other)
 
     def throttle(self, rate: str) -> None:
         """What this host sends is sent at this rate (`4mbit`); empty: as fast as it goes."""
         what = ("add", "dev", "cable", "root", "tbf", "rate", rate, "burst", "32k", "latency", "200ms")
         command = [*self.prefix, "tc", "qdisc", *(what if rate else ("del", "dev", "cable", "root"))]
         subprocess.run(command, check=True, capture_output=True)
+        self.rate = rate

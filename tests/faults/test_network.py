@@ -24,6 +24,7 @@ class Site:
     """A master on host m, and hosts a, b, c with a node and an engine each."""
 
     def __init__(self, folder: Path, network: Network) -> None:
+        self.network = network
         self.hosts: dict[str, Host] = {name: network.host(name) for name in ("m", "a", "b", "c")}
         self.cluster = Cluster(folder)
         try:
@@ -71,7 +72,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def one_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     try:
         network = Network()
     except NoNetwork as error:
@@ -80,6 +81,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         made = Site(tmp_path_factory.mktemp("site"), network)
         yield made
         made.cluster.close()
+
+
+@pytest.fixture
+def site(one_site: Site) -> Iterator[Site]:
+    """Whatever a test did to the network is over afterwards."""
+    yield one_site
+    one_site.network.heal()
+    one_site.cluster.heal()
 
 
 @pytest.mark.fault(
@@ -96,6 +105,8 @@ def test_a_host_disappears(site: Site, measured: Measured) -> None:
         cut = time.monotonic()
         site.hosts["a"].disconnect()
         time.sleep(LASTS_S)
+        load.goes_on("b", "c")
+        load.goes_on("a", remote=False)
         back = time.monotonic()
         site.hosts["a"].connect()
         wait_until(lambda: site.reads("b", chain) and site.reads("c", chain), 60, "its pages are read again")
@@ -105,9 +116,6 @@ def test_a_host_disappears(site: Site, measured: Measured) -> None:
         measured("p99 of loads before", load.record.p99("load", began, cut, who))
         measured("p99 of loads meanwhile", load.record.p99("load", cut + 2.5, back, who))
         measured("longest time without a loaded page at the others", load.record.gap(cut, back, who, remote=False))
-        assert [call for call in load.record.select("load", who, cut + 2.5, back) if call.whole]
-    own = [call for call in load.record.select("load", "a", cut + 2.5, back) if call.whole]
-    assert own, "a host on its own has its own pages"
 
 
 @pytest.mark.fault(
@@ -122,15 +130,15 @@ def test_a_host_is_not_heard_by_one_other(site: Site, measured: Measured) -> Non
         cut = time.monotonic()
         a.mute_towards(b)
         time.sleep(LASTS_S)
+        load.goes_on("a", "b", "c")
         after = time.monotonic()
-        assert site.reads("c", chain)
+        wait_until(lambda: site.reads("c", chain), HANG_S, "the third one reads its pages")
         assert not site.reads("b", chain)
         a.reaches(b)
         wait_until(lambda: site.reads("b", chain), 60, "its pages are read again")
         measured("until its pages are read again", time.monotonic() - after)
     measured("longest time without a page of another host at the third", load.record.gap(cut, after, "c"))
     measured("longest time without a loaded page at the deaf one", load.record.gap(cut, after, "b", remote=False))
-    assert [call for call in load.record.select("load", "b", cut + 2.5, after) if call.whole]
 
 
 @pytest.mark.fault(
@@ -166,12 +174,12 @@ def test_a_slow_host(site: Site, measured: Measured) -> None:
         slow = time.monotonic()
         site.hosts["a"].throttle("4mbit")
         time.sleep(LASTS_S)
+        load.goes_on("a", "b", "c")
         after = time.monotonic()
         site.hosts["a"].throttle("")
         wait_until(lambda: site.reads("b", chain) and site.reads("c", chain), 60, "its pages are read again")
     for who in ("b", "c"):
         measured("longest time without a loaded page at the others", load.record.gap(slow, after, who, remote=False))
-        assert [call for call in load.record.select("load", who, slow, after) if call.whole]
 
 
 @pytest.mark.fault(
@@ -185,6 +193,7 @@ def test_the_master_is_cut_off(site: Site, measured: Measured) -> None:
         cut = time.monotonic()
         site.hosts["m"].disconnect()
         time.sleep(LASTS_S)
+        load.goes_on("a", "b", "c", remote=False)
         back = time.monotonic()
         site.hosts["m"].connect()
         wait_until(lambda: site.reads("b", chain) and site.reads("c", chain), 60, "pages of others are read again")
@@ -192,4 +201,3 @@ def test_the_master_is_cut_off(site: Site, measured: Measured) -> None:
     site.cluster.whole()
     for who in ("a", "b", "c"):
         measured("longest call meanwhile", load.record.longest(who=who, since=cut, until=back))
-        assert [call for call in load.record.select("load", who, cut + 2.5, back) if call.whole], "own pages are served"
