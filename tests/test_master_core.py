@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from hicache_master.core import MasterCore
+from hicache_master.streams import ASKED_S, MAX_SNAPSHOTS
 
 from hicache_mooncake.protocol import (
     COLD,
@@ -389,6 +390,33 @@ def test_however_many_namespaces_were_cleared_a_node_that_joins_gets_its_answer_
     output = master.take(Join(1, 2, "b", b"i1", "10.0.0.1", 7001, 1 << 30, 0), b"b")
     assert isinstance(output[0][1], Joined)
     assert [message for _, message in output[1:]] == clears
+
+
+def test_a_restarted_master_reads_a_few_snapshots_at_a_time(master: Master) -> None:
+    """All at once would all be whole at the end only, and lookups would wait for a part of each."""
+    names = [f"n{number}" for number in range(50)]
+    replies = {name: master.join(name, seq=1, port=7000 + port) for port, name in enumerate(names)}
+    first = {name for name, reply in replies.items() if isinstance(reply, Joined) and reply.want_snapshot}
+    assert len(first) == MAX_SNAPSHOTS
+    assert {name for name in names if master.beat(name, 1).want_snapshot} == first, "the answer may have been lost"
+    stuck, *sending = sorted(first)
+    for name in sending:
+        master.snapshot(name, 2, 0, False, 1)
+    master.pass_time(ASKED_S - 1)
+    assert not any(master.beat(name, 1).want_snapshot for name in names if name not in first)
+    for name in sending:
+        master.snapshot(name, 2, 1, False, 2)
+    master.pass_time(2)
+    (second,) = [name for name in names if name not in first and master.beat(name, 1).want_snapshot]
+    assert second != stuck, "whoever does not begin makes room for another one"
+    for _ in range(10):
+        for name in names:
+            if name in sending:
+                master.snapshot(name, 2, 2, True, 3)
+                sending.remove(name)
+            elif master.beat(name, 1).want_snapshot:
+                master.snapshot(name, 3, 0, True, 4)
+    assert {master.state(name) for name in names} == {"active"}
 
 
 def test_a_master_that_stands_still_at_its_start_warms_for_as_long_as_any(master: Master) -> None:

@@ -237,7 +237,7 @@ class MasterCore:
                     master=self.incarnation,
                     heartbeat_s=self.heartbeat_s,
                     ttl_s=self.ttl_s,
-                    want_snapshot=stream.want_snapshot,
+                    want_snapshot=self.streams.ask(stream, now),
                     warming=self.warming,
                     gather_s=self._gather_s(),
                 ),
@@ -349,7 +349,7 @@ class MasterCore:
         return BeatReply(
             self.incarnation,
             known=True,
-            want_snapshot=stream.asks_for_snapshot,
+            want_snapshot=self.streams.ask(stream, now),
             warming=self.warming,
             gather_s=self._gather_s(),
             room=room,

@@ -24,6 +24,11 @@ TIERS = (DRAM, COLD)
 MAX_LATER_KEYS = 524_288
 """Keys in updates that overtook the snapshot they follow. Past this the snapshot is asked for again."""
 MAX_LATER_UPDATES = 65_536
+MAX_SNAPSHOTS = 16
+"""Nodes that are asked for a snapshot at once. When a master has restarted all have one to send: the first are whole in
+seconds, and a lookup waits for a part of each of these at most."""
+ASKED_S = 5.0
+"""Who was asked, and has sent nothing for so long, makes room for another one."""
 FULL_SHARE = 0.9
 """A directory that was full and has shrunk to this part of its cap takes again what it did not take then."""
 
@@ -84,6 +89,8 @@ class Streams:
         self._stats = stats
         self._streams: dict[str, Stream] = {}
         self._holders: dict[int, Holder] = {}
+        self._asked: dict[str, float] = {}
+        """Nodes that were asked for a snapshot, and when."""
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(self._streams.values())
@@ -139,6 +146,18 @@ class Streams:
             if stream.incoming is not None:
                 self._drop(stream.incoming.slots)
             self._drop(stream.slots)
+
+    def ask(self, stream: Stream, now: float) -> bool:
+        """Is this node to be asked for its snapshot now? One that has to wait is asked with a later heartbeat."""
+        if not stream.asks_for_snapshot:
+            return False
+        if stream.name not in self._asked:
+            if len(self._asked) >= MAX_SNAPSHOTS:
+                self._asked = {name: at for name, at in self._asked.items() if self._is_sending(name, at, now)}
+            if len(self._asked) >= MAX_SNAPSHOTS:
+                return False
+            self._asked[stream.name] = now
+        return True
 
     def behind(self, stream: Stream, seq: int) -> None:
         """The node says in a heartbeat how far it is. What was sent before has come by now, or is lost."""
@@ -232,6 +251,7 @@ class Streams:
                 assert all(seq > stream.incoming.seq for seq in stream.incoming.later)
                 assert stream.incoming.later_keys <= MAX_LATER_KEYS
         assert slots == self._holders
+        assert len(self._asked) <= MAX_SNAPSHOTS
 
     # ------------------------------------------------------------------ inside
 
@@ -249,6 +269,13 @@ class Streams:
             elif not stream.want_snapshot:
                 self._gap(stream)
             self._apply(stream, incoming.later[seq])
+
+    def _is_sending(self, name: str, asked_at: float, now: float) -> bool:
+        stream = self._streams.get(name)
+        if stream is None or not stream.want_snapshot:
+            return False
+        last_at = asked_at if stream.incoming is None else max(asked_at, stream.incoming.last_part_at)
+        return now - last_at <= ASKED_S
 
     def _gap(self, stream: Stream) -> None:
         self._stats.gaps += 1
