@@ -376,10 +376,12 @@ class Store:
             if known is not None:
                 status[i] = HAVE
         self._unpin(parts)
-        if rank == OWN and self._foreign:
+        if rank != REPLICA and self._foreign:
             for page in present:
-                if page.rank == GUEST and page.held is not None:
-                    self._rank(page, OWN)
+                # Who gives a page away (`evict` False) has it no longer: what was a copy of that is a copy no more.
+                worse = (page.rank == GUEST and rank == OWN) or (page.rank == REPLICA and not evict)
+                if worse and page.held is not None:
+                    self._rank(page, rank)
         self._touched([page for page in present if page.held is not None], arranged=True)
         self.stats.had += len(present)
         txn = self._new_id()
@@ -534,7 +536,7 @@ class Store:
             if not home.pages:
                 self._condemned.popleft()
                 continue
-            page = next(iter(home.pages.values()))
+            _, page = home.pages.popitem()  # from the end: a dict's first item is found by passing over all that went before
             self._remove(page, page.part(home))
             swept += 1
         return swept
@@ -572,6 +574,10 @@ class Store:
         )
         whole = (page for policy in policies for page in policy.hottest() if not page.writers)
         return list(itertools.islice(whole, limit))
+
+    def holds(self, part: Entry) -> bool:
+        """Can it be found? False once it is removed or its namespace cleared."""
+        return not part.dead and self._index.get(part.namespace) is part.home
 
     def pin_pages(self, owner: int, pages: Iterable[LogicalPage], now: float) -> int:
         """Pins all parts of these pages, those that are still held; ends like the pin of `locate`. Returns the pin's id."""
@@ -753,7 +759,7 @@ class Store:
     def _remove(self, page: LogicalPage, entry: Entry, *, evicted: bool = False) -> None:
         """Out of the index now; memory when the last reader is done."""
         home = entry.home
-        del home.pages[entry.hash]
+        home.pages.pop(entry.hash, None)
         if not home.pages and self._index.get(home.name) is home:
             del self._index[home.name]
         page.take(entry)
