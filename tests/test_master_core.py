@@ -145,6 +145,20 @@ def test_a_port_or_a_name_that_cannot_be_is_refused(master: Master) -> None:
     assert isinstance(master.join("x" * 300, port=7), Refused)
 
 
+def test_what_is_kept_of_a_refusal_is_short_however_long_the_names_are(master: Master) -> None:
+    long = "n" * 1_000_000
+    for message in (
+        Join(8, 9, long, b"i1", "10.0.0.1", 7000, 1, 0),
+        Join(1, 2, "a", b"i1", long, 7000, 1, 0),
+        Join(1, 2, long, b"i1", "10.0.0.1", 7000, 1, 0),
+    ):
+        reply = master.answer(message)
+        assert isinstance(reply, Refused)
+        assert len(reply.reason) < 2_000
+    assert all(len(refusal.node) + len(refusal.reason) < 3_000 for refusal in master.core.refusals.last())
+    assert all(len(text) < 2_000 for _, text in master.core.notes)
+
+
 def test_loopback_is_fine_among_loopback_only(master: Master) -> None:
     assert isinstance(master.join("a", host="127.0.0.1"), Joined)
     assert isinstance(master.join("b", host="localhost"), Joined)

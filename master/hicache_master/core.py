@@ -40,6 +40,7 @@ from .stats import Stats
 from .streams import Stream, Streams, check_snapshot, check_update, count_keys
 
 MAX_NAME_BYTES = 255
+MAX_REASON = 1_000
 REMEMBER_CLEARS_S = 60.0
 MAX_RECENT_CLEARS = 1024
 STALLED_SNAPSHOT_S = 15.0
@@ -257,6 +258,8 @@ class MasterCore:
 
     def _refuse(self, node: str, reason: str, now: float) -> Refused:
         self.stats.refused_joins += 1
+        if len(reason) > MAX_REASON:  # it quotes what it was sent, and is kept
+            reason = f"{reason[:MAX_REASON]}…"
         if self.refusals.add(node[:MAX_NAME_BYTES], reason, now):
             self._warn(reason)
         return Refused(reason)
