@@ -199,8 +199,8 @@ class Directory:
 
     Memory: a key is an int of 32 B, an entry of a dict (30 to 60 B; up to 100 B where keys come and go), and 9 B a holder in
     its log. The value is a number of 16-bit fields, one a holder: shared by all pages of one slot, else at most 32 B for up to
-    three holders. Measured for a million keys (`make bench-master`): 87 B a key with one holder and 95 with two, 148 and 169
-    when all of them have been replaced twice. Every step is bounded: tables split one at a time, logs are compacted as keys
+    three holders. Measured for a million keys (`make bench-master`): 87 B a key with one holder and 104 with two, 154 and
+    181 when all of them have been replaced twice. Every step is bounded: tables split one at a time, logs are compacted as keys
     go, nodes and namespaces are dropped by `sweep`. Not thread-safe: one loop owns it.
     """
 
