@@ -32,7 +32,7 @@ MAX_KEYS_PER_MESSAGE = 131_072
 MAX_NAMESPACES_PER_MESSAGE = 256
 """Parts of one logical page that are looked up together: a pool each, or a KV head each."""
 MAX_FRAME_BYTES = 64 << 20
-MAX_ROOM_LISTED = 32
+MAX_ROOM_LISTED = 8
 DRAM, COLD = 0, 1
 """Tiers, as they stand on the wire."""
 
