@@ -15,17 +15,17 @@ from tools import failures
 TESTS = """
 import pytest
 
-@pytest.mark.fault("it fails at first", sees="little")
+@pytest.mark.fault("it fails at first", sees="little", part="host")
 @pytest.mark.parametrize("how", [1.0, 3.0, 2.0])
 def test_measures(measured, how):
     measured("the gap", how)
 
-@pytest.mark.fault("one of several is not shown", sees="nothing")
+@pytest.mark.fault("one of several is not shown", sees="nothing", part="host")
 @pytest.mark.parametrize("how", [True, False])
 def test_fails_once(how):
     assert how
 
-@pytest.mark.fault("it is skipped", sees="nothing")
+@pytest.mark.fault("it is skipped", sees="nothing", part="host")
 def test_skipped():
     pytest.skip("not here")
 
@@ -34,16 +34,16 @@ def bad_teardown():
     yield
     raise OSError("teardown")
 
-@pytest.mark.fault("its end fails", sees="nothing")
+@pytest.mark.fault("its end fails", sees="nothing", part="host")
 def test_fails_in_teardown(bad_teardown):
     pass
 
-@pytest.mark.fault("expected to fail", sees="nothing")
+@pytest.mark.fault("expected to fail", sees="nothing", part="host")
 @pytest.mark.xfail
 def test_xpass():
     pass
 
-@pytest.mark.fault("a call is timed", sees="a miss")
+@pytest.mark.fault("a call is timed", sees="a miss", part="host")
 def test_calls(tmp_path):
     import time
     from hicache_mooncake.client.client import PoolClient
@@ -55,7 +55,7 @@ def test_calls(tmp_path):
 
 
 def row(test: str, **measured: float) -> failures.Row:
-    return failures.Row(f"fault of {test}", "misses", test, measured)
+    return failures.Row(f"fault of {test}", "misses", "host", test, measured)
 
 
 def test_rows_of_passed_tests_are_merged_and_those_of_failed_ones_go(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_page_in_docs_is_what_was_recorded() -> None:
 
 
 def test_every_fault_that_a_test_claims_to_show_was_tried() -> None:
-    recorded = {row.test: (row.fault, row.sees) for row in failures.load(failures.DOCS / "failures.json")}
+    recorded = {row.test: (row.fault, row.sees, row.part) for row in failures.load(failures.DOCS / "failures.json")}
     claimed = ELSEWHERE | failures.claimed(ROOT / "tests")
     assert {test for test, said in claimed.items() if recorded.get(test) != said} == set(), (
         "run these with HICACHE_FAILURES=docs/failures.json, and then tools/failures.py"
@@ -119,6 +119,6 @@ def test_every_fault_that_a_test_claims_to_show_was_tried() -> None:
 def test_claims_are_found_by_their_marker(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_a.py").write_text(
-        '@pytest.mark.fault("a " "b", sees="c")\n@other\ndef test_one(): ...\n\n@pytest.mark.slow\ndef test_two(): ...\n'
+        '@pytest.mark.fault("a " "b", sees="c", part="host")\n@other\ndef test_one(): ...\n\n@other\ndef test_two(): ...\n'
     )
-    assert failures.claimed(tmp_path / "tests") == {"tests/test_a.py::test_one": ("a b", "c")}
+    assert failures.claimed(tmp_path / "tests") == {"tests/test_a.py::test_one": ("a b", "c", "host")}

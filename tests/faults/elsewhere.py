@@ -1,208 +1,257 @@
-"""Faults that tests outside this folder, or without a marker of their own, show: test -> (what is done, what users see)."""
+"""Faults that tests without a marker of their own show: test -> (what is done, what users see, part of the table)."""
 
 from __future__ import annotations
 
-ELSEWHERE: dict[str, tuple[str, str]] = {
+ELSEWHERE: dict[str, tuple[str, str, str]] = {
     # One host.
     "tests/test_pool_local.py::test_a_frozen_mover_is_fenced_and_nothing_lands_after_the_call": (
         "SIGSTOP of a mover in the middle of a copy",
         "misses after one deadline (`fenced`); the mover is killed, and not a byte lands in engine memory afterwards",
+        "host",
     ),
     "tests/test_pool_local.py::test_a_frozen_store_leaves_nothing_visible_and_no_memory_behind": (
         "SIGSTOP of a mover in the middle of a store",
         "the pages count as not stored, are never found, and their memory comes back",
+        "host",
     ),
     "tests/test_pool_local.py::test_a_frozen_node_costs_one_lookup_its_time_and_the_others_nothing": (
         "SIGSTOP of a host's own node",
         "one lookup costs its deadline, the next ones nothing; it is served again when it goes on",
+        "host",
     ),
     "tests/test_pool_local.py::test_a_killed_node_is_misses_and_heals_without_the_engine": (
         "kill -9 of a host's own node",
         "misses (`node_down`); the engine is served again when it is back",
+        "host",
     ),
     "tests/test_pool_local.py::test_an_engine_that_dies_in_mid_store_leaves_no_half_page_and_no_memory": (
         "an engine is killed between reserving room and committing",
         "nothing: what it had reserved is free, others are untouched",
+        "host",
     ),
     "tests/test_pool_local.py::test_killing_one_of_three_clients_touches_only_its_own": (
         "kill -9 of one of three engines of a host",
         "nothing at the other two",
+        "host",
     ),
     "tests/test_pool_local.py::test_damaged_memory_is_a_miss_on_every_read_path": (
         "a bit of the segment flips",
         "a miss (`checksum`) and an error in the node's log that names the host's memory; the page is dropped",
+        "host",
     ),
     "tests/test_pool_local.py::test_another_protocol_version_is_refused_where_the_operator_looks": (
         "an engine of another protocol version",
         "misses; client log, node log and a metric say which versions there are",
+        "strangers",
     ),
     "tests/test_pool_local.py::test_garbage_on_the_socket_ends_that_connection_only": (
         "garbage on the node's socket",
         "nothing: that connection ends",
+        "strangers",
     ),
     "tests/test_pool_local.py::test_a_node_that_gets_no_thread_turns_a_client_away_and_goes_on": (
         "the node's container is at its limit of processes",
         "an engine is turned away, with a line that says what to raise; the others are served",
+        "machines",
     ),
     "tests/test_pool_local.py::test_movers_end_with_their_engine": (
         "kill -9 of an engine",
         "its movers end with it, and nothing of it is left",
+        "host",
     ),
     "tests/test_embedded.py::test_eight_ranks_starting_at_once_make_one_node_that_outlives_them": (
         "eight ranks of a host start at once, with nothing configured",
         "one node, for all of them",
+        "starts",
     ),
     "tests/test_ports.py::test_nodes_that_start_at_once_advertise_what_each_has_bound": (
         "many nodes start at once and let the system choose their ports",
         "nothing: each advertises the port that it has",
+        "starts",
     ),
     "tests/faults/test_mapping_limits.py::test_an_engine_whose_movers_cannot_map_its_pool_is_told_why": (
         "the host pool cannot be mapped by the movers: limits of the address space",
         "pages are copied another way; the log names the limit and how to raise it",
+        "machines",
     ),
     # Between hosts.
     "tests/faults/test_peers.py::test_whatever_a_first_holder_does_the_second_serves": (
         "one of two holders of a page refuses, is silent, slow, cuts in mid-body, sends damage, or has lost the page",
         "nothing: the other one is asked within the same deadline",
+        "network",
     ),
     "tests/faults/test_peers.py::test_a_fault_without_a_second_holder_is_misses_with_reasons_and_then_heals": (
         "the only holder of a page refuses, is silent, slow, cuts in mid-body, or sends damage",
         "misses with their reason, for those pages that had not arrived; whole again by itself",
+        "network",
     ),
     "tests/faults/test_peers.py::test_a_silent_rack_costs_one_connect_and_blames_nobody_else": (
         "a whole rack does not answer connects",
         "misses for its pages; local pages and those of healthy nodes arrive",
+        "network",
     ),
     "tests/faults/test_peers.py::test_peers_that_drop_connections_in_mid_body_again_and_again": (
         "hundreds of connections between nodes end in mid-body",
         "misses for what had not arrived; no descriptor is left",
+        "network",
     ),
     "tests/faults/test_peers.py::test_a_node_whose_connections_die_at_once_is_left_alone_and_the_other_used": (
         "every connection to a node dies within milliseconds",
         "its pages come from the other holder; it is tried ever more seldom",
+        "network",
     ),
     "tests/faults/test_peers.py::test_memory_that_the_holder_uses_anew_in_mid_send_is_a_miss": (
         "a holder's memory is used for another page while it is being sent",
         "a miss (`checksum_remote`)",
+        "network",
     ),
     "tests/faults/test_peers.py::test_no_deadline_looks_at_the_wall_clock": (
         "wall clocks that are wrong",
         "nothing: no lease, pin or deadline looks at them",
+        "machines",
     ),
     "tests/faults/test_readers.py::test_a_reader_killed_in_mid_load_leaves_no_pin_at_either_end": (
         "a reader's mover is killed while another node sends to it",
         "one batch of misses; no pin is left at either end",
+        "network",
     ),
     "tests/faults/test_readers.py::test_512_threads_queue_and_none_waits_for_ever": (
         "512 threads of an engine load at once",
         "each gets its verdicts or a reason within its deadline",
+        "network",
     ),
     "tests/faults/test_readers.py::test_memory_of_peers_and_of_the_own_node_goes_while_traffic_runs": (
         "the nodes at both ends are killed and come back again and again under load",
         "misses meanwhile; all works afterwards",
+        "network",
     ),
     "tests/faults/test_readers.py::test_requests_that_share_pages_that_fail_both_recompute": (
         "pages that two requests wait for are damaged on the way",
         "both compute them anew; nobody finds the damaged ones",
+        "network",
     ),
     "tests/faults/test_readers.py::test_a_short_soak_under_changing_faults": (
         "the network does something else every moment",
         "misses meanwhile; all works afterwards, and nothing is left",
+        "network",
     ),
     "tests/test_pool_cluster.py::test_a_slow_peer_that_goes_on_sending_is_fenced": (
         "a peer sends on, slowly, after the call's end",
         "the call ends at its deadline, and what comes later lands nowhere",
+        "network",
     ),
     "tests/test_pool_cluster.py::test_two_nodes_at_one_address_never_answer_for_each_other": (
         "two nodes advertise one address",
         "pages of the one that is not there are misses, never the other one's bytes",
+        "network",
     ),
     "tests/test_pool_cluster.py::test_a_page_evicted_after_the_lookup_is_a_miss": (
         "a page is evicted between lookup and load",
         "a miss for that page",
+        "network",
     ),
     "tests/test_pool_cluster.py::test_the_data_port_refuses_another_version_and_survives_garbage": (
         "another version, or garbage, at a node's data port",
         "a refusal that names the versions; everybody else is served",
+        "strangers",
     ),
     "tests/test_shared_fetch.py::test_a_rank_that_fetches_and_never_ends_costs_the_others_a_wait": (
         "the rank that fetches pages for all ranks of its host stops",
         "the others wait for half of their time at most, and fetch them themselves",
+        "network",
     ),
     # Nodes that are full, and that end.
     "tests/test_spill.py::test_what_one_node_has_no_room_for_another_one_keeps": (
         "one node is full and another one empty",
         "nothing is evicted: the coldest pages are found at the other node",
+        "room",
     ),
     "tests/test_replicas.py::test_the_second_fetch_brings_pages_to_stay_and_they_outlive_their_writer": (
         "a page's writer dies after another host has read it twice",
         "nothing: the page is a hit there",
+        "room",
     ),
     "tests/test_drain.py::test_a_node_that_ends_under_load_costs_its_readers_nothing": (
         "SIGTERM of a node that is being read from",
         "nothing: no read fails, and what only it had is found at other nodes",
+        "room",
     ),
     "tests/test_drain.py::test_an_end_is_bounded_though_nobody_takes_anything": (
         "SIGTERM of a node while the only other one hangs",
         "it ends after `drain_s` and 2 s at most",
+        "room",
     ),
     # Masters.
     "tests/test_link_process.py::test_no_lookup_fails_when_one_of_two_masters_dies_or_hangs": (
         "one of two masters dies or hangs, with lookups every moment",
         "nothing: the other one is asked in the same call",
+        "masters",
     ),
     "tests/test_link_process.py::test_a_directory_of_two_shards_survives_a_master_of_each": (
         "one master of each of two shards dies",
         "nothing",
+        "masters",
     ),
     "tests/test_link_process.py::test_a_killed_master_of_100_000_keys_is_whole_again": (
         "the only master of 100,000 keys is killed and starts empty",
         "all of them are found through it again",
+        "masters",
     ),
     "tests/test_link_process.py::test_a_locked_node_with_a_busy_interpreter_stays_a_member": (
         "a node's lock is held for twice the ttl, and its interpreter is busy",
         "nothing at the other hosts: it stays a member",
+        "masters",
     ),
     "tests/test_link_process.py::test_masters_are_found_through_etcd_and_kept_while_it_is_away": (
         "etcd is killed",
         "nothing: masters that are known are used on",
+        "masters",
     ),
     "tests/test_master_process.py::test_a_clear_while_the_master_is_away_reaches_the_other_nodes_when_it_is_back": (
         "a namespace is cleared while the master is away",
         "other hosts hear of it when the master is back",
+        "masters",
     ),
     "tests/test_master_process.py::test_garbage_to_the_port_of_the_master_is_counted_and_hurts_nobody": (
         "garbage at the master's port",
         "nothing; a metric counts it",
+        "strangers",
     ),
     # Strangers and versions.
     "tests/test_strangers.py::test_a_stranger_gets_nothing_from_a_master_with_another_key_or_none": (
         "a stranger without the key, or with another, speaks to a master",
         "it gets nothing and changes nothing",
+        "strangers",
     ),
     "tests/test_strangers.py::test_a_stranger_on_a_nodes_data_port_is_refused_and_reads_and_leaves_nothing": (
         "a stranger without the key speaks to a node's data port",
         "it is refused, reads nothing and leaves nothing",
+        "strangers",
     ),
     "tests/test_strangers.py::test_a_node_with_another_key_joins_nothing_and_serves_its_own_host_all_the_same": (
         "a node is started with another key",
         "its host has a cache of its own; log and health say why no more",
+        "strangers",
     ),
     "tests/test_rolling_upgrade.py::test_old_and_new_nodes_find_each_others_pages": (
         "nodes of protocol 1 and 2 in one cluster",
         "nothing: both find each other's pages",
+        "strangers",
     ),
     # Engines.
     "tests/sglang/test_families.py::test_a_node_that_dies_between_lookup_and_load_leaves_misses": (
         "a node dies between SGLang's lookup and its load, for every family of models",
         "misses for every pool of the page, never a part of it",
+        "host",
     ),
     "tests/e2e/test_sglang_servers.py::test_a_node_that_is_killed_under_load_costs_no_answer": (
         "kill -9 of a node under the load of real SGLang servers",
         "every answer is the right one",
+        "host",
     ),
     "tests/e2e/test_sglang_servers.py::test_an_engine_that_was_killed_finds_its_cache_warm": (
         "kill -9 of an SGLang server",
         "the next one finds the cache warm",
+        "host",
     ),
 }

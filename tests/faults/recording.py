@@ -1,13 +1,13 @@
 """Which faults have been tried, what users see of each, and how long: the marker `fault` and the fixture `measured`.
 
-    @pytest.mark.fault("a node is killed under load", sees="misses for its pages")
+    @pytest.mark.fault("a node is killed under load", sees="misses for its pages", part="host")
     def test_...(measured): ...
         measured("longest call", 0.3)
 
-A row counts only when its test has passed, set-up and teardown included. The longest storage call of a test is measured for
-every row by itself. At the end of the session the rows are merged into the JSON file that the environment variable
-HICACHE_FAILURES names; tools/failures.py makes docs/failures.md of it. Tests that lie elsewhere have their row in
-`tests.faults.elsewhere`.
+`part` is one of `tools.failures.PARTS`. A row counts only when its test has passed, set-up and teardown included. The longest
+storage call of a test is measured for every row by itself. At the end of the session the rows are merged into the JSON file that
+the environment variable HICACHE_FAILURES names; tools/failures.py makes docs/failures.md of it. Tests without the marker have
+their row in `tests.faults.elsewhere`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def base_id(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
 
 
-def fault_of(item: pytest.Item) -> tuple[str, str] | None:
-    """(fault, what users see), where this test shows one."""
+def fault_of(item: pytest.Item) -> failures.Claim | None:
+    """What this test claims to show, if anything."""
     marker = item.get_closest_marker("fault")
     if marker is not None:
-        return str(marker.args[0]), str(marker.kwargs["sees"])
+        return str(marker.args[0]), str(marker.kwargs["sees"]), str(marker.kwargs["part"])
     return ELSEWHERE.get(base_id(item))
 
 
@@ -84,7 +84,7 @@ def timed(kept: dict[str, float]) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fault(what, sees): a row of docs/failures.md: what is done, and what users see of it")
+    config.addinivalue_line("markers", "fault(what, sees, part): a row of docs/failures.md: what is done, what users see")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -107,7 +107,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         item.config.stash.setdefault(_FAILED, set()).add(base_id(item))
     elif report.when == "teardown" and item.stash.get(_PASSED, False):
         shown = item.config.stash.setdefault(_SHOWN, {})
-        row = shown.setdefault(base_id(item), failures.Row(fault[0], fault[1], base_id(item), {}))
+        row = shown.setdefault(base_id(item), failures.Row(*fault, base_id(item), {}))
         for what, seconds in item.stash.get(_MEASURED, {}).items():
             row.measured[what] = max(row.measured.get(what, 0.0), seconds)
     return report

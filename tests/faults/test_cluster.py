@@ -19,6 +19,7 @@ BEFORE_S = 2.0
 @pytest.mark.fault(
     "kill -9 of a node under load",
     sees="misses for its pages; all others are served; its engine is served again when it is back",
+    part="host",
 )
 def test_a_node_killed_under_load(healthy: Cluster, measured: Measured) -> None:
     c = healthy
@@ -46,6 +47,7 @@ def test_a_node_killed_under_load(healthy: Cluster, measured: Measured) -> None:
 @pytest.mark.fault(
     "SIGSTOP of a node for less than its ttl, and SIGCONT",
     sees="misses for its pages, at most one deadline a rank; it returns with everything",
+    part="host",
 )
 def test_a_node_stopped_for_a_moment(healthy: Cluster, measured: Measured) -> None:
     _stop_and_go(healthy, 1.0, measured, seed=2)
@@ -54,6 +56,7 @@ def test_a_node_stopped_for_a_moment(healthy: Cluster, measured: Measured) -> No
 @pytest.mark.fault(
     "SIGSTOP of a node for longer than its ttl, and SIGCONT",
     sees="misses for its pages, which lookups stop to name after the ttl; it returns with everything, as the same node",
+    part="host",
 )
 def test_a_node_stopped_for_longer_than_its_ttl(healthy: Cluster, measured: Measured) -> None:
     states = _stop_and_go(healthy, 4.0, measured, seed=3)
@@ -85,7 +88,9 @@ def _stop_and_go(c: Cluster, seconds: float, measured: Measured, seed: int) -> s
 
 
 @pytest.mark.fault(
-    "a node is restarted under its old name, empty", sees="misses for what it had; nobody is given its old pages' place"
+    "a node is restarted under its old name, empty",
+    sees="misses for what it had; nobody is given its old pages' place",
+    part="host",
 )
 def test_a_new_life_under_an_old_name(healthy: Cluster, measured: Measured) -> None:
     c = healthy
@@ -109,7 +114,7 @@ def test_a_new_life_under_an_old_name(healthy: Cluster, measured: Measured) -> N
         measured("until lookups name none of its old pages", time.monotonic() - measured_from)
 
 
-@pytest.mark.fault("kill -9 of one of two masters under load", sees="nothing: lookups go on with the other one")
+@pytest.mark.fault("kill -9 of one of two masters under load", sees="nothing: lookups go on with the other one", part="masters")
 def test_one_of_two_masters_killed(healthy: Cluster, measured: Measured) -> None:
     c = healthy
     for name in ("m1", "m2"):
@@ -128,6 +133,7 @@ def test_one_of_two_masters_killed(healthy: Cluster, measured: Measured) -> None
 @pytest.mark.fault(
     "SIGSTOP of one of two masters under load, and SIGCONT",
     sees="nothing but a lookup or two that take some hundred milliseconds longer",
+    part="masters",
 )
 def test_one_of_two_masters_stopped(healthy: Cluster, measured: Measured) -> None:
     c = healthy
@@ -148,6 +154,7 @@ def test_one_of_two_masters_stopped(healthy: Cluster, measured: Measured) -> Non
 @pytest.mark.fault(
     "all masters are killed, and start again empty",
     sees="pages of other hosts are misses (`master_down`); the host's own pages are served",
+    part="masters",
 )
 def test_the_masters_die_and_come_back_empty(healthy: Cluster, measured: Measured) -> None:
     c = healthy
@@ -174,7 +181,9 @@ def test_the_masters_die_and_come_back_empty(healthy: Cluster, measured: Measure
 
 
 @pytest.mark.fault(
-    "a mover is killed in the middle of the load, again and again", sees="misses for one batch each time (`mover_down`)"
+    "a mover is killed in the middle of the load, again and again",
+    sees="misses for one batch each time (`mover_down`)",
+    part="host",
 )
 def test_movers_killed_under_load(healthy: Cluster, measured: Measured) -> None:
     c = healthy
@@ -198,6 +207,7 @@ def test_movers_killed_under_load(healthy: Cluster, measured: Measured) -> None:
 @pytest.mark.fault(
     "SIGSTOP of a mover in the middle of the load",
     sees="misses for one batch after one deadline (`fenced`); nothing lands afterwards",
+    part="host",
 )
 def test_movers_stopped_under_load(healthy: Cluster, measured: Measured) -> None:
     c = healthy

@@ -46,6 +46,7 @@ def apart(work: Callable[[], None]) -> None:
 @pytest.mark.fault(
     "the disk with the node's folder has no room for one more file",
     sees="the node does not start, with one line that names the folder",
+    part="machines",
 )
 def test_a_folder_on_a_disk_without_room_for_a_file_ends_the_start_in_one_line(tmp_path: Path) -> None:
     def work() -> None:
@@ -66,6 +67,7 @@ def test_a_folder_on_a_disk_without_room_for_a_file_ends_the_start_in_one_line(t
 @pytest.mark.fault(
     "the disk with the node's folder and its log is full, before the start or while it runs",
     sees="nothing: it serves on, and logs again when there is room",
+    part="machines",
 )
 def test_a_node_whose_disk_is_full_serves(tmp_path: Path) -> None:
     def work() -> None:
@@ -96,7 +98,9 @@ def test_a_node_whose_disk_is_full_serves(tmp_path: Path) -> None:
     apart(work)
 
 
-@pytest.mark.fault("/dev/shm is full", sees="nothing: segments and host pools are memfds and take no room there")
+@pytest.mark.fault(
+    "/dev/shm is full", sees="nothing: segments and host pools are memfds and take no room there", part="machines"
+)
 def test_a_full_dev_shm_matters_to_nobody(tmp_path: Path) -> None:
     def work() -> None:
         small_disk(Path("/dev/shm"))
@@ -117,6 +121,7 @@ def test_a_full_dev_shm_matters_to_nobody(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "the segment cannot be mapped: the node's address space is limited (RLIMIT_AS)",
     sees="the node does not start, with one line that names the limit",
+    part="machines",
 )
 def test_a_segment_beyond_the_nodes_limit_ends_the_start_in_one_line(new_cluster: NewCluster) -> None:
     if shutil.which("prlimit") is None:
@@ -150,6 +155,7 @@ ENTER = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.exec
 @pytest.mark.fault(
     "the container has less memory than the node's segment: the kernel kills the node",
     sees="misses (`node_down`); its engine goes on",
+    part="machines",
 )
 def test_a_node_killed_for_want_of_memory(new_cluster: NewCluster, measured: Measured) -> None:
     cluster = new_cluster()
@@ -171,6 +177,7 @@ def test_a_node_killed_for_want_of_memory(new_cluster: NewCluster, measured: Mea
 @pytest.mark.fault(
     "clocks that are days and years apart on masters and nodes (time namespaces)",
     sees="nothing: every clock is only compared with itself",
+    part="machines",
 )
 def test_clocks_that_do_not_agree(new_cluster: NewCluster) -> None:
     cluster = new_cluster()

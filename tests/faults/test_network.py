@@ -95,6 +95,7 @@ def site(one_site: Site) -> Iterator[Site]:
     "the network to a host is gone (blackholed peer), under load, and comes back",
     sees="misses for its pages after at most one deadline a rank, all other pages are served; its own engine is served its "
     "own pages; all is whole when it is back",
+    part="network",
 )
 def test_a_host_disappears(site: Site, measured: Measured) -> None:
     chain = site.publish("a", "before the cut")
@@ -121,6 +122,7 @@ def test_a_host_disappears(site: Site, measured: Measured) -> None:
 @pytest.mark.fault(
     "one-way partition: what a host sends to one other is lost, though both reach the master",
     sees="misses for its pages at that one host; every other host reads them as ever",
+    part="network",
 )
 def test_a_host_is_not_heard_by_one_other(site: Site, measured: Measured) -> None:
     chain = site.publish("a", "before the one-way partition")
@@ -145,6 +147,7 @@ def test_a_host_is_not_heard_by_one_other(site: Site, measured: Measured) -> Non
     "a node lives and sends heartbeats, and nobody can read from it",
     sees="the master takes it out of rotation as `sick` after reports of two readers: lookups name its pages no more, "
     "and again when it can be read from",
+    part="network",
 )
 def test_a_node_that_nobody_can_read_from_is_sick(site: Site, measured: Measured) -> None:
     chain = site.publish("a", "before the sickness")
@@ -165,7 +168,9 @@ def test_a_node_that_nobody_can_read_from_is_sick(site: Site, measured: Measured
 
 
 @pytest.mark.fault(
-    "a host sends at 4 Mbit/s, under load", sees="of its pages those that arrive within the deadline; other pages as ever"
+    "a host sends at 4 Mbit/s, under load",
+    sees="of its pages those that arrive within the deadline; other pages as ever",
+    part="network",
 )
 def test_a_slow_host(site: Site, measured: Measured) -> None:
     chain = site.publish("a", "before the slowness")
@@ -185,6 +190,7 @@ def test_a_slow_host(site: Site, measured: Measured) -> None:
 @pytest.mark.fault(
     "the only master is cut off from all hosts, under load, and comes back",
     sees="pages of other hosts are misses, the own ones are served; whole again without a restart",
+    part="network",
 )
 def test_the_master_is_cut_off(site: Site, measured: Measured) -> None:
     chain = site.publish("a", "before the master was cut off")

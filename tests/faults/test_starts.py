@@ -24,6 +24,7 @@ NewCluster = Callable[..., Cluster]
 @pytest.mark.fault(
     "two masters, four nodes and eight engines start in the same moment",
     sees="misses until each part is there; then all is whole by itself",
+    part="starts",
 )
 def test_everything_starts_at_once(new_cluster: NewCluster, measured: Measured) -> None:
     """P75 P110."""
@@ -70,6 +71,7 @@ def test_everything_starts_at_once(new_cluster: NewCluster, measured: Measured) 
     "two nodes have one name",
     sees="a warning in the masters' log; pages of one of them are misses elsewhere, never another's bytes; whole "
     "when one has gone",
+    part="starts",
 )
 def test_two_nodes_of_one_name(new_cluster: NewCluster, measured: Measured) -> None:
     cluster = new_cluster()
@@ -99,6 +101,7 @@ def test_two_nodes_of_one_name(new_cluster: NewCluster, measured: Measured) -> N
 @pytest.mark.fault(
     "a node faults gigabytes of its segment in, and an engine registers gigabytes of host pool, with a ttl of a second",
     sees="nothing: heartbeats and lookups go on beside it",
+    part="starts",
 )
 def test_large_registrations_hold_up_no_heartbeat(new_cluster: NewCluster, measured: Measured) -> None:
     """P104."""
@@ -162,6 +165,7 @@ while True:
 @pytest.mark.fault(
     "an engine is killed in the middle of a store, again and again, and another one writes the same keys",
     sees="nothing: the keys can be written at once, no half page is found, no memory stays reserved",
+    part="starts",
 )
 def test_a_dead_writers_keys_are_written_by_the_next(new_cluster: NewCluster) -> None:
     """P132."""
