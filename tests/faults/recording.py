@@ -4,10 +4,10 @@
     def test_...(measured): ...
         measured("longest call", 0.3)
 
-`part` is one of `tools.failures.PARTS`. A row counts only when its test has passed, set-up and teardown included. The longest
-storage call of a test is measured for every row by itself. At the end of the session the rows are merged into the JSON file that
-the environment variable HICACHE_FAILURES names; tools/failures.py makes docs/failures.md of it. Tests without the marker have
-their row in `tests.faults.elsewhere`.
+`part` is one of `tools.failures.PARTS`. A row counts only when its test has passed, set-up and teardown included. The
+longest storage call of a test is measured for every row by itself. At the end of the session the rows are merged into the JSON
+file that the environment variable HICACHE_FAILURES names; tools/failures.py makes docs/failures.md of it. Tests without the
+marker have their row in `tests.faults.elsewhere`.
 """
 
 from __future__ import annotations
