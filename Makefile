@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions etcd demo test test-all sim matrix lint bench bench-master bench-scale wheel clean distclean
+.PHONY: help venv versions etcd demo test test-all sim matrix failures lint bench bench-master bench-scale soak wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,6 +19,8 @@ help:
 	@echo "make bench       the benchmarks"
 	@echo "make bench-master  the master's; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares with it"
 	@echo "make bench-scale   one shard of a cluster of 1,000 nodes: messages, bytes and CPU a second"
+	@echo "make failures    the tests of faults, and docs/failures.md from those that passed"
+	@echo "make soak        a cluster at full load for 20 minutes: does anything grow?"
 	@echo "make venv        only make $(VENV), 3 GB; demo and test do it when it is missing"
 	@echo "make clean       remove what was built, logs and caches; distclean: $(VENV) too"
 	@echo
@@ -60,6 +62,10 @@ matrix: $(READY) versions
 	HICACHE_MATRIX=docs/support-matrix.json $(PY) -m pytest tests/sglang tests/e2e $(PYTEST_ARGS)
 	$(PY) tools/support_matrix.py
 
+failures: $(READY) etcd
+	HICACHE_FAILURES=docs/failures.json $(PY) -m pytest $$($(PY) -m tests.faults.elsewhere) $(PYTEST_ARGS)
+	$(PY) tools/failures.py
+
 lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -78,6 +84,9 @@ bench-master: $(READY)
 
 bench-scale: $(READY)
 	@$(PY) -m benchmarks.scale $(BENCH_ARGS)
+
+soak: $(READY)
+	@$(PY) -m benchmarks.soak $(BENCH_ARGS)
 
 wheel: $(READY)
 	$(PY) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .

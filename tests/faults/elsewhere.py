@@ -255,3 +255,6 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "host",
     ),
 }
+
+if __name__ == "__main__":  # for `make failures`: what to give to pytest to run every test that has a row
+    print("tests/faults", *(test for test in ELSEWHERE if not test.startswith("tests/faults/")))
