@@ -101,6 +101,9 @@ def test_check_fails_when_the_document_lags_behind_or_a_test_is_gone(tmp_path: P
     assert failures.main(files) == 0
     (tmp_path / "test_a.py").write_text("def test_two(): ...\n")
     assert failures.main([*files, "--check"]) == 1
+    assert failures.main(files) == 0
+    assert [row.test for row in failures.load(source)] == ["test_a.py::test_two"]
+    assert failures.main([*files, "--check"]) == 0
 
 
 def test_the_page_in_docs_is_what_was_recorded() -> None:

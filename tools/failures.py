@@ -1,7 +1,7 @@
 """docs/failures.md, from the tests that ran.
 
     HICACHE_FAILURES=docs/failures.json make test     records
-    python tools/failures.py                          writes the document
+    python tools/failures.py                          writes the document, and forgets rows whose test is gone
     python tools/failures.py --check                  fails when it differs from the JSON, or a row's test is gone
 
 The JSON is a list of rows: fault, what users see, part of the table, test, what was measured in seconds. A row stays until its
@@ -158,7 +158,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if missing := gone(rows, options.root):
         print(f"{options.json} names tests that are not there: {', '.join(missing)}", file=sys.stderr)
-        return 1
+        if options.check:
+            return 1
+        merge(options.json, [], missing)
+        rows = load(options.json)
     text = render(rows)
     if not options.check:
         options.output.write_text(text)

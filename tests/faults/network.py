@@ -37,8 +37,9 @@ class Network:
         self.hosts: dict[str, Host] = {}
         _ip("netns", "add", self.switch)
         try:
-            _ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
-            _ip("-n", self.switch, "link", "set", "br0", "up")
+            for bridge in ("br0", "br1"):
+                _ip("-n", self.switch, "link", "add", bridge, "type", "bridge")
+                _ip("-n", self.switch, "link", "set", bridge, "up")
         except NoNetwork:
             self.close()
             raise
@@ -114,8 +115,9 @@ class Host:
         """Nothing reaches this host and nothing comes from it, and nobody is told."""
         _ip("-n", self._switch, "link", "set", self._port, "nomaster")
 
-    def connect(self) -> None:
-        _ip("-n", self._switch, "link", "set", self._port, "master", "br0")
+    def connect(self, side: int = 0) -> None:
+        """To the others of this side (0 or 1): between the two sides nothing passes."""
+        _ip("-n", self._switch, "link", "set", self._port, "master", f"br{side}")
 
     def mute_towards(self, *others: Host) -> None:
         """What this host sends to these is lost. What they send arrives."""

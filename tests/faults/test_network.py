@@ -21,11 +21,11 @@ LASTS_S = 4.0
 
 
 class Site:
-    """A master on host m, and hosts a, b, c with a node and an engine each."""
+    """Masters on hosts m1 and m2, and hosts a, b, c with a node and an engine each."""
 
     def __init__(self, folder: Path, network: Network) -> None:
         self.network = network
-        self.hosts: dict[str, Host] = {name: network.host(name) for name in ("m", "a", "b", "c")}
+        self.hosts: dict[str, Host] = {name: network.host(name) for name in ("m1", "m2", "a", "b", "c")}
         self.cluster = Cluster(folder)
         try:
             self._start(folder)
@@ -37,9 +37,10 @@ class Site:
         key = str(folder / "key")
         command = [sys.executable, "-m", "hicache_mooncake.cli", "keygen", key]
         subprocess.run(command, env=environment(), check=True, capture_output=True)
-        master = self.hosts["m"]
-        options = ("--key-file", key, "--heartbeat-s", "0.5", "--ttl-s", "2")
-        self.cluster.master("m", *options, host=master.address, prefix=master.prefix)
+        for name in ("m1", "m2"):
+            host = self.hosts[name]
+            options = ("--key-file", key, "--heartbeat-s", "0.5", "--ttl-s", "2")
+            self.cluster.master(name, *options, host=host.address, prefix=host.prefix)
         for name in ("a", "b", "c"):
             host = self.hosts[name]
             options = ("--key-file", key, "--host-id", name, "--replicate-after", "0")
@@ -144,6 +145,79 @@ def test_a_host_is_not_heard_by_one_other(site: Site, measured: Measured) -> Non
 
 
 @pytest.mark.fault(
+    "a host sends at 4 Mbit/s, under load",
+    sees="of its pages those that arrive within the deadline; other pages as ever",
+    part="network",
+)
+def test_a_slow_host(site: Site, measured: Measured) -> None:
+    chain = site.publish("a", "before the slowness")
+    with site.load(4) as load:
+        load.settled()
+        slow = time.monotonic()
+        site.hosts["a"].throttle("4mbit")
+        time.sleep(LASTS_S)
+        load.goes_on("a", "b", "c")
+        after = time.monotonic()
+        site.hosts["a"].throttle("")
+        wait_until(lambda: site.reads("b", chain) and site.reads("c", chain), 60, "its pages are read again")
+    for who in ("b", "c"):
+        measured("longest time without a loaded page at the others", load.record.gap(slow, after, who, remote=False))
+
+
+@pytest.mark.fault(
+    "all masters are cut off from all hosts, under load, and come back",
+    sees="pages of other hosts are misses, the own ones are served; whole again without a restart",
+    part="network",
+)
+def test_the_masters_are_cut_off(site: Site, measured: Measured) -> None:
+    chain = site.publish("a", "before the masters were cut off")
+    with site.load(5) as load:
+        load.settled()
+        cut = time.monotonic()
+        for name in ("m1", "m2"):
+            site.hosts[name].disconnect()
+        time.sleep(LASTS_S)
+        load.goes_on("a", "b", "c", remote=False)
+        back = time.monotonic()
+        for name in ("m1", "m2"):
+            site.hosts[name].connect()
+        wait_until(lambda: site.reads("b", chain) and site.reads("c", chain), 60, "pages of others are read again")
+        measured("until pages of other hosts are read again", time.monotonic() - back)
+    site.cluster.whole()
+    for who in ("a", "b", "c"):
+        measured("longest call meanwhile", load.record.longest(who=who, since=cut, until=back))
+
+
+@pytest.mark.fault(
+    "the cluster is split in two under load, with a master and nodes on either side, and joined again",
+    sees="each side goes on with its own pages; those of the other side are misses; whole when it is joined again",
+    part="network",
+)
+def test_a_cluster_in_two_halves(site: Site, measured: Measured) -> None:
+    chain = site.publish("a", "before the split")
+    other = site.publish("b", "on the other side")
+    with site.load(6) as load:
+        load.settled()
+        cut = time.monotonic()
+        for name in ("m1", "a"):
+            site.hosts[name].connect(1)
+        time.sleep(LASTS_S)
+        load.goes_on("a", remote=False)
+        load.goes_on("b", "c", remote=True)
+        wait_until(lambda: site.reads("c", other), HANG_S, "the halves go on among themselves")
+        assert not site.reads("b", chain)
+        assert not site.reads("a", other)
+        joined = time.monotonic()
+        for name in ("m1", "a"):
+            site.hosts[name].connect()
+        wait_until(lambda: site.reads("b", chain) and site.reads("a", other), 60, "either side reads what the other has")
+        measured("until either side reads what the other has", time.monotonic() - joined)
+        load.settled()
+    for who in ("a", "b", "c"):
+        measured("longest call meanwhile", load.record.longest(who=who, since=cut, until=joined))
+
+
+@pytest.mark.fault(
     "a node lives and sends heartbeats, and nobody can read from it",
     sees="the master takes it out of rotation as `sick` after reports of two readers: lookups name its pages no more, "
     "and again when it can be read from",
@@ -165,45 +239,3 @@ def test_a_node_that_nobody_can_read_from_is_sick(site: Site, measured: Measured
         healed = time.monotonic()
         wait_until(lambda: site.reads("b", chain) and site.reads("c", chain), 90, "its pages are read again")
         measured("until its pages are read again", time.monotonic() - healed)
-
-
-@pytest.mark.fault(
-    "a host sends at 4 Mbit/s, under load",
-    sees="of its pages those that arrive within the deadline; other pages as ever",
-    part="network",
-)
-def test_a_slow_host(site: Site, measured: Measured) -> None:
-    chain = site.publish("a", "before the slowness")
-    with site.load(4) as load:
-        load.settled()
-        slow = time.monotonic()
-        site.hosts["a"].throttle("4mbit")
-        time.sleep(LASTS_S)
-        load.goes_on("a", "b", "c")
-        after = time.monotonic()
-        site.hosts["a"].throttle("")
-        wait_until(lambda: site.reads("b", chain) and site.reads("c", chain), 60, "its pages are read again")
-    for who in ("b", "c"):
-        measured("longest time without a loaded page at the others", load.record.gap(slow, after, who, remote=False))
-
-
-@pytest.mark.fault(
-    "the only master is cut off from all hosts, under load, and comes back",
-    sees="pages of other hosts are misses, the own ones are served; whole again without a restart",
-    part="network",
-)
-def test_the_master_is_cut_off(site: Site, measured: Measured) -> None:
-    chain = site.publish("a", "before the master was cut off")
-    with site.load(5) as load:
-        load.settled()
-        cut = time.monotonic()
-        site.hosts["m"].disconnect()
-        time.sleep(LASTS_S)
-        load.goes_on("a", "b", "c", remote=False)
-        back = time.monotonic()
-        site.hosts["m"].connect()
-        wait_until(lambda: site.reads("b", chain) and site.reads("c", chain), 60, "pages of others are read again")
-        measured("until pages of other hosts are read again", time.monotonic() - back)
-    site.cluster.whole()
-    for who in ("a", "b", "c"):
-        measured("longest call meanwhile", load.record.longest(who=who, since=cut, until=back))
