@@ -501,6 +501,18 @@ def test_with_as_many_for_either_the_larger_number_of_shards_counts() -> None:
     assert net.state("a", "m0") == "unfit"
 
 
+def test_one_master_of_a_larger_number_does_not_take_a_whole_directory_away() -> None:
+    net = Net()
+    net.master("m0", (0, 1))
+    net.master("odd", (0, 8))
+    node = net.node("a", "m0", "odd")
+    node.source.add(*range(20))
+    net.run(3)
+    assert node.core.shards == 1
+    assert (net.state("a", "m0"), net.state("a", "odd")) == ("joined", "unfit")
+    assert len(net.knows("m0", range(20))) == 20
+
+
 def test_the_odd_one_is_used_when_the_others_are_gone_for_good() -> None:
     net = Net()
     net.master("m0", (0, 2))

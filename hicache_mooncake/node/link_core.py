@@ -360,10 +360,13 @@ class LinkCore:
     # ------------------------------------------------------------------ shards
 
     def _vote(self, now: float) -> None:
-        votes = Counter(s.shards for s in self._sessions.values() if s.shards and now - s.answered_at < VOTE_S)
-        if not votes:
+        heard = [s for s in self._sessions.values() if s.shards and now - s.answered_at < VOTE_S]
+        if not heard:
             return
-        best = max(votes, key=lambda shards: (votes[shards], shards))
+        votes = Counter(session.shards for session in heard)
+        there = Counter(shards for shards, _ in {(session.shards, session.shard) for session in heard})
+        # A directory that is all there before one that is not: one master with a wrong --shard must not take it away.
+        best = max(votes, key=lambda shards: (there[shards] == shards, votes[shards], shards))
         if best == self.shards:
             return
         if self.shards:
