@@ -284,6 +284,15 @@ def test_pushed_pages_evict_nothing_and_stop_at_the_low_watermark() -> None:
     assert core.report(0)["pushes_refused"] == 5
 
 
+def test_pushed_pages_of_an_odd_length_stop_at_the_low_watermark_too() -> None:
+    """A page takes whole blocks, however little of the last one it needs."""
+    core = make_core(pages=100)
+    given = [page_hash(("given", i)) for i in range(90)]
+    taking = core.push_offer(2, p.Push(2, "b", NS, GROUP, b"".join(given), PAGE + 1, [0] * 90), 0.0)
+    assert taking.reply.status == bytes([p.WRITE] * 45 + [p.REFUSED] * 45)
+    assert core.store.used_bytes <= core.store.low_bytes
+
+
 def test_a_pushed_page_with_a_wrong_checksum_does_not_count() -> None:
     core = make_core()
     one, two = hashes(1, 2)

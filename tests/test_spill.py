@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hicache_mooncake.node.asking import AskMasters
 from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.node.placement import FRESH_S, RAMP_S, Placement
 from hicache_mooncake.node.service import Node
-from hicache_mooncake.node.spill import BATCH_PAGES, Give, Given
+from hicache_mooncake.node.spill import BATCH_PAGES, Give, Given, GiveSteps, precedence
 from hicache_mooncake.node.store import GUEST, OWN, Store
 from hicache_mooncake.security import ClusterKey
 from hicache_mooncake.testing.local import FakeRank, free_port, page_hash, pattern
@@ -179,7 +180,7 @@ def test_what_others_hold_already_is_dropped_and_not_sent() -> None:
     cluster = Cluster()
     for name in "abc":
         cluster.add(name, 100 * PAGE)
-    pages = names(93)
+    pages = sorted(names(93), key=lambda page: precedence("c", page) < precedence("a", page))  # first those that c keeps
     cluster.write("c", pages[:2])
     for page in pages:
         cluster.write("a", [page])
@@ -187,6 +188,95 @@ def test_what_others_hold_already_is_dropped_and_not_sent() -> None:
     assert [cluster.where(page) for page in pages[:2]] == [["c"], ["c"]]
     report = cluster.members["a"].core.report(0)
     assert (report["spilled"], report["spill_duplicates"]) == (1, 2)
+    cluster.validate()
+
+
+def begun(cluster: Cluster, name: str) -> tuple[GiveSteps, Told]:
+    """The giving of a node that has asked the masters, and what they say."""
+    core = cluster.members[name].core
+    core.placement.update(cluster.rooms(name), cluster.now)
+    steps = core.give(1, cluster.now)
+    ask = next(steps)
+    assert isinstance(ask, AskMasters)
+    return steps, cluster.tell(name, ask)
+
+
+def finish(cluster: Cluster, name: str, steps: GiveSteps, answer: Told | Given | None) -> None:
+    with contextlib.suppress(StopIteration):
+        while True:
+            wanted = steps.send(answer)
+            answer = cluster.push(name, wanted) if isinstance(wanted, Give) else cluster.tell(name, wanted)
+
+
+def test_two_nodes_that_spill_the_same_pages_at_once_do_not_both_drop_them() -> None:
+    """Each is told that the other one has them."""
+    cluster = Cluster()
+    for name, capacity in (("a", 100), ("b", 100), ("c", 1000)):
+        cluster.add(name, capacity * PAGE)
+    pages = names(99)
+    for name in "ab":
+        cluster.write(name, pages)
+    under_way = {name: begun(cluster, name) for name in "ab"}
+    for name, (steps, told) in under_way.items():
+        finish(cluster, name, steps, told)
+    assert all(cluster.where(page) for page in pages)
+    dropped = [cluster.members[name].core.report(0)["spill_duplicates"] for name in "ab"]
+    assert sum(dropped) == 9, dropped  # type: ignore[arg-type]
+    cluster.validate()
+
+
+def test_a_part_that_came_while_the_masters_were_asked_is_not_dropped_with_the_others() -> None:
+    cluster = Cluster()
+    a, _ = cluster.add("a", 100 * PAGE), cluster.add("b", 100 * PAGE)
+    pages = sorted(names(95), key=lambda page: precedence("b", page) < precedence("a", page))
+    for page in pages:
+        cluster.write("a", [page])
+    cold = [page.hash for page in a.store.coldest(5)]
+    cluster.write("b", cold)
+    assert all(precedence("b", page) > precedence("a", page) for page in cold)
+    steps, told = begun(cluster, "a")
+    cluster.write("a", cold, namespace=b"s" * 16)
+    finish(cluster, "a", steps, told)
+    assert [cluster.where(page, b"s" * 16) for page in cold] == [["a"]] * 5
+    assert [cluster.where(page) for page in cold] == [["a", "b"]] * 5
+    cluster.validate()
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_pages_of_a_cleared_namespace_are_given_to_nobody(ends: bool) -> None:
+    """Not those that have not been swept yet, and not when the receiver hears of the clear too late or not at all."""
+    cluster = Cluster()
+    a, b = cluster.add("a", 1000 * PAGE), cluster.add("b", 1000 * PAGE)
+    old, side = b"o" * 16, b"s" * 16
+    cluster.write("a", names(300, "old"), namespace=old)
+    cluster.write("a", names(300, "old"), namespace=side)
+    cluster.write("a", names(350, "new"))
+    a.draining = ends
+    steps, told = begun(cluster, "a")
+    give = steps.send(told)
+    assert isinstance(give, Give), "those of the first namespace are on their way"
+    a.clear(side, cluster.now)
+    finish(cluster, "a", steps, cluster.push("a", give))
+    assert not any(b.store.present(side, page, touch=False) == b"\x01" for page in names(300, "old"))
+    a.clear(old, cluster.now)
+    before = b.store.namespaces()
+    cluster.give("a")
+    after = b.store.namespaces()
+    assert after.get(old, 0) == before.get(old, 0)
+    assert side not in after
+    cluster.validate()
+
+
+def test_a_copy_of_what_its_giver_gives_away_is_kept_like_what_is_given() -> None:
+    cluster = Cluster()
+    b = cluster.add("b", 100 * PAGE)
+    one, two = names(2)
+    txn, *_ = b.store.claim(1, NS, one + two, PAGE, 0.0, GROUP)
+    b.store.commit(1, txn, b"\x01\x01", [0, 0])
+    for page, hot in ((one, False), (two, True)):
+        taking = b.push_offer(9, p.Push(2, "a", NS, GROUP, page, PAGE, [0], hot), cluster.now)
+        assert taking.reply.status == bytes([p.HAVE])
+    assert {page.hash: page.rank for page in b.store.coldest(9)} == {one: GUEST, two: OWN}
     cluster.validate()
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.node.allocator import blocks_of
 from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.heat import Heat
 from hicache_mooncake.node.link_session import Usage
@@ -337,7 +338,7 @@ class NodeCore:
         if push.length <= 0 or len(push.checksum) != count:
             raise p.ProtocolError(f"{count} pushed pages of {push.length} bytes with {len(push.checksum)} checksums")
         taking = sum(writing.pushed for writing in self._writing.values())
-        fits = min(count, self.store.free_below_low // push.length)
+        fits = min(count, self.store.free_below_low // blocks_of(push.length))
         if self.draining or taking >= MAX_TAKING or self._cleared_lately(push.namespace, now):
             fits = 0
         txn, status, where = self.store.reserve(

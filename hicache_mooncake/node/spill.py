@@ -11,7 +11,10 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from typing import NamedTuple
 
+import xxhash
+
 from hicache_mooncake import protocol as p
+from hicache_mooncake.node.allocator import blocks_of
 from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.placement import Placement
 from hicache_mooncake.node.store import OWN, REPLICA, Entry, LogicalPage, Store
@@ -79,17 +82,18 @@ class Spill:
     def spill(self, owner: int, now: float) -> GiveSteps:
         """Give one batch of the coldest own pages away. Guests never travel on."""
         pages = _first(self.store.coldest(BATCH_PAGES, OWN), self.store.used_bytes - self.store.low_bytes)
-        held = yield from self._held_elsewhere(pages)
+        asked_for: Parts = [(page, tuple(page.parts)) for page in pages]
+        held = yield from self._held_elsewhere(pages, for_good=True)
         if held is None:
             return 0
         gone = 0
         keep: list[LogicalPage] = []
-        for page in pages:
+        for page, parts in asked_for:
             if page.in_use:
                 continue  # it was cold when this began
             if page.hash not in held:
                 keep.append(page)
-            elif self.store.used_bytes > self.store.low_bytes and self.store.remove_page(page):
+            elif self.store.used_bytes > self.store.low_bytes and self.store.remove_page(page, parts):
                 gone += 1
                 self.counts.spill_duplicates += 1
         moved = yield from self._give(owner, keep, now, hot=False)
@@ -138,8 +142,13 @@ class Spill:
 
     # ------------------------------------------------------------------ inside
 
-    def _held_elsewhere(self, pages: Sequence[LogicalPage]) -> Generator[AskMasters, Told | None, set[bytes] | None]:
-        """Hashes of those pages all of whose parts other nodes have. None: the masters did not say."""
+    def _held_elsewhere(
+        self, pages: Sequence[LogicalPage], *, for_good: bool = False
+    ) -> Generator[AskMasters, Told | None, set[bytes] | None]:
+        """Hashes of those pages all of whose parts other nodes have. None: the masters did not say.
+
+        With `for_good` only holders count that come before this node in the page's own order of nodes: two that drop a page at
+        the same time, each since the other has it, would be the end of it."""
         if not pages:
             return set()
         by_namespace: dict[bytes, list[bytes]] = {}
@@ -155,18 +164,27 @@ class Spill:
             if told is None:
                 return None
             for (_, hashes), answer in zip(some, told.answers, strict=True):
-                alone.update(each for each, holder in zip(hashes, answer.holder, strict=True) if not holder)
+                others = answer.others or bytes(len(hashes))
+                for each, *holders in zip(hashes, answer.holder, others, strict=True):
+                    named = [answer.peers[holder - 1].node for holder in holders if holder]
+                    if for_good:
+                        own = precedence(self.name, each)
+                        named = [node for node in named if precedence(node, each) > own]
+                    if not named:
+                        alone.add(each)
         return {page.hash for page in pages if page.parts and page.hash not in alone}
 
     def _give(
         self, owner: int, pages: Sequence[LogicalPage], now: float, *, hot: bool
     ) -> Generator[AskMasters | Give, Told | Given | None, Parts]:
         """Push as many of these as one node takes. Returns those that are there now, each with the parts that it had."""
+        holds = self.store.holds
         moving: Parts = [(page, tuple(page.parts)) for page in pages if page.parts and not page.writers]
+        moving = [(page, parts) for page, parts in moving if all(map(holds, parts))]  # what was cleared stays cleared
         peer = None
         size = 0
         while moving:
-            size = sum(part.length for _, parts in moving for part in parts)
+            size = sum(blocks_of(part.length) for _, parts in moving for part in parts)
             peer = self.placement.choose(size, now)
             if peer is not None:
                 break
@@ -178,6 +196,7 @@ class Spill:
         failed: set[bytes] = set()
         try:
             for (group, namespace, length), parts in _by_form(moving).items():
+                failed.update(part.hash for part in parts if not holds(part))
                 parts = [part for part in parts if part.hash not in failed]
                 if not parts:
                     continue
@@ -222,8 +241,14 @@ def _by_form(moving: Parts) -> dict[tuple[bytes, bytes, int], list[Entry]]:
     return forms
 
 
+def precedence(node: str, page_hash: bytes) -> int:
+    """Of the nodes that hold a page, the one with the highest keeps it."""
+    return xxhash.xxh3_64_intdigest(page_hash + node.encode())
+
+
 def _size(page: LogicalPage) -> int:
-    return sum(part.length for part in page.parts)
+    """Bytes of the segment that it takes, here and where it goes."""
+    return sum(blocks_of(part.length) for part in page.parts)
 
 
 def _first(pages: Iterable[LogicalPage], excess_bytes: int) -> list[LogicalPage]:
