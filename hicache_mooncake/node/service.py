@@ -37,6 +37,7 @@ from hicache_mooncake.node.store import Store
 from hicache_mooncake.observe import Observatory
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.security import ClusterKey, SecurityError
+from hicache_mooncake.stacks import StackDump
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
 from hicache_mooncake.transfer.tcp import listen
 
@@ -81,6 +82,8 @@ class Node:
         self._stopping = threading.Event()
         self._cleanup = contextlib.ExitStack()
         self._quiet = QuietLog(log)
+        self.alive: Callable[[], None] = lambda: None
+        """Called while the housekeeping goes round; set it before `start`."""
         self.core = NodeCore(
             self.name,
             self.incarnation,
@@ -362,6 +365,7 @@ class Node:
 
     def _housekeeping(self) -> None:
         while not self._stopping.wait(_HOUSEKEEPING_S):
+            self.alive()
             if self.link.state in ("joined", "no master configured"):
                 self._joined_at = time.monotonic()
             went = 0
@@ -436,6 +440,8 @@ def run_node(settings: Settings, *, embedded: bool = False, idle_exit_s: float |
     Returns the exit status; a configuration that cannot work raises NodeError.
     """
     node = Node(settings)
+    stacks = StackDump()
+    node.alive = stacks.alive
     node.start()
     ending = Ending()
     while not ending.wait(0.5 + random.random() * 0.1):
@@ -446,5 +452,6 @@ def run_node(settings: Settings, *, embedded: bool = False, idle_exit_s: float |
     if ending.by is not None:
         log.info("node %s ends on %s; another one ends it at once", settings.name, ending.by.name)
     node.drain(lambda: ending.times > signals)
+    stacks.stop()
     node.stop()
     return 0

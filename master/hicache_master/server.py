@@ -37,6 +37,7 @@ from hicache_mooncake.protocol import (
     encode,
 )
 from hicache_mooncake.security import Doorkeeper, SecurityError, secure_server
+from hicache_mooncake.stacks import StackDump
 
 from .backlog import Backlog, Waiting
 from .core import MasterCore
@@ -176,6 +177,8 @@ class MasterServer:
         self._decoder = decoder(ToMaster)
         self._backlog = Backlog()
         self._stopping = False
+        self.alive: Callable[[], None] = lambda: None
+        """Called at each turn of `serve`; set it before."""
         self._context = zmq.Context(io_threads=1)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._http: Observatory | None = None
@@ -216,6 +219,7 @@ class MasterServer:
         self._turned_at = time.monotonic()
         try:
             while not self._stopping:
+                self.alive()
                 busy = bool(self._backlog) or self.core.sweeping
                 ready = dict(poller.poll(0 if busy else int(TICK_S * 1000)))
                 now = self._turn()
@@ -416,6 +420,8 @@ def run_master(
         PROTOCOL_MIN,
         PROTOCOL_MAX,
     )
+    stacks = StackDump()
+    server.alive = stacks.alive
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -425,6 +431,7 @@ def run_master(
             ready(server.address, server.metrics_address)
         server.serve()
     finally:
+        stacks.stop()
         server.close()
         for number, handler in before.items():
             signal.signal(number, handler)
