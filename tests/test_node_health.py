@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 import urllib.error
@@ -170,3 +171,25 @@ def test_readers_and_clients_beyond_the_limit_are_turned_away_and_the_others_ser
         wire.close()
     wait_until(lambda: node.report()["remote_readers"] == 0, 10)
     tcp.PeerConnection(peer, time.monotonic() + 5).close()
+
+
+def test_a_log_that_nobody_reads_holds_up_whoever_writes_to_it_and_nobody_else(start: StartNode) -> None:
+    """What the core has to say under the node's lock is written without it."""
+    node = start()
+    free: list[bool] = []
+
+    class Slow(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "could not read from node" in record.getMessage():
+                free.append(node.lock.acquire(timeout=5))
+                if free[-1]:
+                    node.lock.release()
+
+    handler = Slow()
+    service.log.addHandler(handler)
+    try:
+        answer = node.handle(node.new_owner(), p.Release(0, peer_down=["b"]))
+    finally:
+        service.log.removeHandler(handler)
+    assert answer is None
+    assert free == [True]

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, cast
 
@@ -51,6 +52,7 @@ _HEALTH_LOCK_S = 2.0
 _MASTERS_AWAY_S = 30.0
 """Masters may be away for so long before the node says that it is not well."""
 _LONGEST_WAIT_S = 10.0
+_MAX_TO_SAY = 256
 
 _T = TypeVar("_T")
 
@@ -82,6 +84,8 @@ class Node:
         self._stopping = threading.Event()
         self._cleanup = contextlib.ExitStack()
         self._quiet = QuietLog(log)
+        self._to_say: deque[tuple[int, str, str]] = deque(maxlen=_MAX_TO_SAY)
+        """What the core says, under the lock: whoever reads our log may be slow, and must not hold everybody up."""
         self.alive: Callable[[], None] = lambda: None
         """Called while the housekeeping goes round; set it before `start`."""
         self.core = NodeCore(
@@ -89,7 +93,7 @@ class Node:
             self.incarnation,
             self.store,
             masters=bool(settings.masters),
-            log=self._quiet,
+            log=lambda level, kind, text: self._to_say.append((level, kind, text)),
             rng=random.Random(),
             spill=settings.spill,
             replicate_after=settings.replicate_after,
@@ -267,6 +271,9 @@ class Node:
             case p.Locate() if message.wait_s > 0:
                 self._wait_for_claims(message)
         answer = self._drive(self.core.handle(owner, message, time.monotonic()))
+        with contextlib.suppress(IndexError):  # another thread may be quicker
+            while self._to_say:
+                self._quiet(*self._to_say.popleft())
         match message:
             case p.Commit():
                 with self.lock:
