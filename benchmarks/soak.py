@@ -7,8 +7,9 @@ killed. Every loaded byte is compared. Every process is looked at every 5 s: mem
 pools, which are shared), descriptors, threads; every node: pinned bytes, room that is reserved and not committed, objects,
 connections; every master: keys.
 
-What lives through most of the run is compared with itself: the last quarter with the second one. Prints a table and fails
-(exit status 1) when something grows, a page is wrong, a call hangs, or what was to be tried did not happen.
+What lives through most of the run is compared with itself: it grows when it has more in the last quarter than in the second,
+and goes on growing to the end; what fills up to its bound and stays there does not. Prints a table and fails (exit status 1)
+when something grows, a page is wrong, a call hangs, or what was to be tried did not happen.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ ALLOWED: dict[str, Callable[[float], float]] = {
     "connections": lambda before: 4,
     "keys": lambda before: max(256, before * 0.1),
 }
-"""How much more than before counts as noise."""
+"""How much more than in the second quarter of the run counts as noise."""
 UNITS = {"memory": MIB, "pinned": MIB, "reserved": MIB}
 
 
@@ -75,9 +76,9 @@ class Series:
         pid = self.points[-1][1]
         return [(at, value) for at, of, value in self.points if of == pid]
 
-    def quarter(self, number: int, length_s: float) -> float | None:
-        """Median of a quarter of the run, of the process that is there now; None where it did not live then."""
-        values = [v for at, v in self.life() if length_s * (number - 1) / 4 <= at <= length_s * number / 4]
+    def between(self, first: float, last: float, length_s: float) -> float | None:
+        """Median of a part of the run (0 to 1), of the process that is there now; None where it did not live then."""
+        values = [value for at, value in self.life() if length_s * first <= at <= length_s * last]
         return median(values) if values else None
 
     def slope(self) -> float:
@@ -93,10 +94,12 @@ class Series:
 
     def grew(self, length_s: float) -> str:
         """Why this counts as growth, or nothing."""
-        before, after = self.quarter(2, length_s), self.quarter(4, length_s)
-        if before is None or after is None or not self.lived(length_s):
+        before, after = self.between(0.25, 0.5, length_s), self.between(0.75, 1, length_s)
+        lately, at_last = self.between(0.75, 0.875, length_s), self.between(0.875, 1, length_s)
+        if before is None or after is None or lately is None or at_last is None or not self.lived(length_s):
             return ""
-        if after - before <= ALLOWED[self.what](before):
+        most = ALLOWED[self.what](before)
+        if after - before <= most or at_last - lately <= most / 8:  # steady growth is more than twice as fast
             return ""
         unit = UNITS.get(self.what, 1)
         return f"{self.what} of {self.who} grew from {before / unit:.1f} to {after / unit:.1f}"

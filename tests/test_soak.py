@@ -28,11 +28,19 @@ def over_time(what: str, start: float, an_hour: float, noise: float = 0.0, pid: 
 def test_a_leak_is_noticed_and_noise_is_not(what: str) -> None:
     start = {"memory": 100.0 * MIB, "pinned": 0.0, "reserved": 0.0}.get(what, 1000.0)
     most = ALLOWED[what](start)
-    leak = over_time(what, start, an_hour=12 * most, noise=most / 4)
+    leak = over_time(what, start, an_hour=12 * most, noise=most / 8)
     assert what in leak.grew(LENGTH_S)
     assert leak.slope() == pytest.approx(12 * most, rel=0.2)
     assert over_time(what, start, an_hour=0.0, noise=most / 4).grew(LENGTH_S) == ""
     assert over_time(what, start, an_hour=-12 * most).grew(LENGTH_S) == "", "what shrinks does not grow"
+
+
+def test_what_fills_up_to_its_bound_does_not_grow() -> None:
+    values = [(at, pid, min(value, 56.0 * MIB)) for at, pid, value in over_time("memory", 30.0 * MIB, 120.0 * MIB).points]
+    assert values[-1][2] == 56.0 * MIB
+    assert series("memory", values).grew(LENGTH_S) == ""
+    still = [(at, pid, value + at * 4 * MIB / 300) for at, pid, value in values]
+    assert "memory" in series("memory", still).grew(LENGTH_S), "a leak beside it is noticed"
 
 
 def test_a_young_process_is_not_compared_with_its_former_life() -> None:
@@ -41,7 +49,7 @@ def test_a_young_process_is_not_compared_with_its_former_life() -> None:
     restarted = series("memory", [*old, *young])
     assert restarted.grew(LENGTH_S) == ""
     assert not restarted.lived(LENGTH_S)
-    assert restarted.quarter(2, LENGTH_S) is None
+    assert restarted.between(0.25, 0.5, LENGTH_S) is None
 
 
 def test_the_table_and_the_plot_show_every_process(tmp_path: Path) -> None:
