@@ -179,6 +179,7 @@ def test_a_node_killed_for_want_of_memory(new_cluster: NewCluster, measured: Mea
     sees="nothing: every clock is only compared with itself",
     part="machines",
 )
+@pytest.mark.slow
 def test_clocks_that_do_not_agree(new_cluster: NewCluster) -> None:
     cluster = new_cluster()
 

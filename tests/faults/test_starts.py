@@ -26,6 +26,7 @@ NewCluster = Callable[..., Cluster]
     sees="misses until each part is there; then all is whole by itself",
     part="starts",
 )
+@pytest.mark.slow
 def test_everything_starts_at_once(new_cluster: NewCluster, measured: Measured) -> None:
     """P75 P110."""
     cluster = new_cluster()
@@ -103,6 +104,7 @@ def test_two_nodes_of_one_name(new_cluster: NewCluster, measured: Measured) -> N
     sees="nothing: heartbeats and lookups go on beside it",
     part="starts",
 )
+@pytest.mark.slow
 def test_large_registrations_hold_up_no_heartbeat(new_cluster: NewCluster, measured: Measured) -> None:
     """P104."""
     cluster = new_cluster()
