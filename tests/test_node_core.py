@@ -249,6 +249,24 @@ def test_a_replica_does_not_survive_a_clear_nor_come_back_from_a_node_that_has_n
     assert held(core, *hashes(2)) == b"\x01", "what is stored here after the clear is there"
 
 
+# --------------------------------------------------------------------------- other nodes' reads
+
+
+def test_slow_readers_elsewhere_leave_this_hosts_engines_what_they_need() -> None:
+    core = make_core(pages=100)
+    pages = hashes(*range(80))
+    store(core, pages)
+    reads = [core.fetch(10 + i, p.Fetch(2, "r", NS, b"".join(pages[10 * i : 10 * i + 10]), PAGE), 0.0) for i in range(5)]
+    assert [len(served.offsets) for served in reads] == [10, 10, 10, 7, 0], "three quarters of what may be pinned"
+    located = locate(core, pages[50:60], Directory())
+    assert located.status == bytes([p.LOCAL]) * 10
+    for i, served in enumerate(reads):
+        core.fetched(10 + i, served, 0)
+    assert len(core.fetch(20, p.Fetch(2, "r", NS, b"".join(pages[:20]), PAGE), 1.0).offsets) == 20
+    core.drop_owner(20)
+    core.validate()
+
+
 # --------------------------------------------------------------------------- pushed pages
 
 

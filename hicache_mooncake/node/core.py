@@ -44,6 +44,8 @@ _GIVING_S = 5.0
 """Pages that nobody took are evicted for so long, before giving them away is waited for again."""
 _MAX_REASONS = 100
 _MAX_CLEARED = 4096
+_PINNED_FOR_OTHERS = 0.75
+"""Of what may be pinned: slow readers on other hosts must not keep this host's engines from what lies here."""
 _WANT_ROOM = 0.9
 """Of the low watermark: how full a node is when it begins to ask who has room."""
 
@@ -321,7 +323,13 @@ class NodeCore:
         """Another node's mover reads pages. They are pinned for `owner` until `fetched`."""
         p.count_hashes(fetch.hashes)
         pin, status, where, checksum = self.store.locate(
-            owner, fetch.namespace, fetch.hashes, fetch.length, now, touch=fetch.touch
+            owner,
+            fetch.namespace,
+            fetch.hashes,
+            fetch.length,
+            now,
+            touch=fetch.touch,
+            pinned_share=_PINNED_FOR_OTHERS,
         )
         reply = p.FetchReply(self.name, self.incarnation, bytes(status), checksum, fetch.id)
         return Served(pin, reply, [at for at, s in zip(where, status, strict=True) if s == p.LOCAL], fetch.length)

@@ -267,15 +267,25 @@ class Store:
         return column
 
     def locate(
-        self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float, *, touch: bool = True
+        self,
+        owner: int,
+        namespace: bytes,
+        hashes: bytes,
+        length: int,
+        now: float,
+        *,
+        touch: bool = True,
+        pinned_share: float = 1.0,
     ) -> tuple[int, bytearray, list[int], list[int]]:
-        """Pin what is here: (pin id, status column, offsets, checksums). The pin ends by release, expiry or its owner's end."""
+        """Pin what is here: (pin id, status column, offsets, checksums). The pin ends by release, expiry or its owner's end.
+
+        `pinned_share`: how much of what may be pinned at all this reader leaves pinned, together with all others."""
         home = self._index.get(namespace)
         count = len(hashes) // HASH_BYTES
         status, where, checksum = bytearray(count), [0] * count, [0] * count
         pinned: list[Entry] = []
         pages: list[LogicalPage] = []
-        budget = int(self.allocator.capacity * self.max_pinned_share)
+        budget = int(self.allocator.capacity * self.max_pinned_share * pinned_share)
         found = map(home.pages.get, _split(hashes)) if home is not None else ()
         for i, page in enumerate(found):
             if page is None:
