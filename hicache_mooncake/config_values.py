@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 1 << 20
 
 NODE_MODES = ("auto", "embedded", "external", "off")
 COPY_MODES = ("auto", "memfd", "process_vm", "segment")
-EVICTIONS = ("adaptive", "lru", "s3fifo", "cost")
+EVICTIONS = ("adaptive", "lru", "cost")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 

@@ -145,7 +145,7 @@ def test_every_setting_can_be_given_in_every_layer() -> None:
         "metrics": "127.0.0.1:9404",
         "high_watermark": 0.8,
         "low_watermark": 0.5,
-        "eviction": "s3fifo",
+        "eviction": "cost",
         "spill": "false",
         "replicate_after": 0,
         "drain_s": 2.5,

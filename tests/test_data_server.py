@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import pytest
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import load_settings
+from hicache_mooncake.node import data_server
 from hicache_mooncake.node.service import Node
+from hicache_mooncake.security import ClusterKey
 from hicache_mooncake.testing.local import FakeRank, page_hash
 from hicache_mooncake.transfer import tcp
 from tests.conftest import wait_until
@@ -76,3 +79,31 @@ def _skip(source: Callable[[list[memoryview]], int], count: int) -> None:
         if not got:
             raise ConnectionError("closed")
         count -= got
+
+
+def test_strangers_who_prove_nothing_take_no_place_of_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_server, "_MAX_UNPROVEN", 3)
+    monkeypatch.setattr(data_server, "HANDSHAKE_S", 1.0)
+    ClusterKey.generate().save(str(tmp_path / "key"))
+    options = {"socket": str(tmp_path / "node.sock"), "dram": "16MiB", "listen": "127.0.0.1:0", "metrics": "", "name": "n"}
+    node = Node(load_settings({}, {}, options | {"key_file": str(tmp_path / "key")})[0])
+    node.start()
+    host, _, port = node.data_address.rpartition(":")
+    peer = p.Peer("n", node.incarnation, host, int(port))
+
+    def member() -> tcp.PeerConnection:
+        return tcp.PeerConnection(peer, time.monotonic() + 10, node.data_key, "r")
+
+    try:
+        with contextlib.closing(member()) as connection, contextlib.ExitStack() as strangers:
+            for _ in range(3):
+                strangers.enter_context(socket.create_connection((host, int(port))))
+            wait_until(lambda: node.data.report()["remote_readers"] == 4, 10, "all are let in")
+            with pytest.raises((OSError, p.ProtocolError)):
+                member()
+            connection.request(p.Fetch(2, "r", NS, page_hash(1), 64, 1), time.monotonic() + 10)
+            assert connection.reply(time.monotonic() + 10).status == bytes([p.MISS])
+            wait_until(lambda: node.data.report()["remote_readers"] == 1, 10, "strangers are gone")
+            member().close()
+    finally:
+        node.stop()

@@ -94,7 +94,7 @@ def node_command(
     metrics: Annotated[str | None, typer.Option(help="host:port of /metrics, or off.")] = None,
     high_watermark: Annotated[float | None, typer.Option(help="Part of the memory above which to evict.")] = None,
     low_watermark: Annotated[float | None, typer.Option(help="Part of the memory down to which to evict.")] = None,
-    eviction: Annotated[str | None, typer.Option(help="Which pages go first: adaptive, lru, s3fifo or cost.")] = None,
+    eviction: Annotated[str | None, typer.Option(help="Which pages go first: adaptive, lru or cost.")] = None,
     spill: Annotated[bool | None, typer.Option(help="Give cold pages to nodes with room.")] = None,
     replicate_after: Annotated[int | None, typer.Option(help="Keep a copy after so many fetches; 0: never.")] = None,
     drain_s: Annotated[float | None, typer.Option(help="How long to hand pages over at the end; 0: not at all.")] = None,

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _MAX_READERS = 8192
 """One a rank of each other host."""
+_MAX_UNPROVEN = 512
+"""Strangers may take these places for a while, and no others."""
 _SEND_DEADLINE_S = 10.0
 _TAKE_DEADLINE_S = 20.0
 _IDLE_S = 600.0
@@ -59,6 +61,8 @@ class DataServer:
         self._listener = listener
         self._lock = threading.Lock()
         self._readers: set[socket.socket] = set()
+        self._unproven = 0
+        """Of them, those that have not proved yet that they belong to the cluster."""
         self._stopping = False
         self._quiet = QuietLog(log)
         self.sent_pages = 0
@@ -114,11 +118,12 @@ class DataServer:
                 time.sleep(0.05)
                 continue
             with self._lock:
-                full = self._stopping or len(self._readers) >= _MAX_READERS
+                full = self._stopping or len(self._readers) >= _MAX_READERS or self._unproven >= _MAX_UNPROVEN
                 if full:
                     self.refused_readers += 1
                 else:
                     self._readers.add(sock)
+                    self._unproven += 1
             if full:
                 sock.close()
                 continue
@@ -127,6 +132,7 @@ class DataServer:
             except RuntimeError as error:  # no more threads for this user or container: not the end of the port
                 with self._lock:
                     self._readers.discard(sock)
+                    self._unproven -= 1
                     self.refused_readers += 1
                 sock.close()
                 self._quiet(logging.ERROR, "thread", f"a reader was turned away: {error}. Raise the limit of processes")
@@ -134,8 +140,12 @@ class DataServer:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            tcp.prepare(sock)
-            tcp.accept_proof(sock, self._node.data_key, self._node.name, time.monotonic() + HANDSHAKE_S)
+            try:
+                tcp.prepare(sock)
+                tcp.accept_proof(sock, self._node.data_key, self._node.name, time.monotonic() + HANDSHAKE_S)
+            finally:
+                with self._lock:
+                    self._unproven -= 1
             while True:
                 try:
                     message = tcp.receive_message(sock, tcp.request_decoder, time.monotonic() + _IDLE_S)

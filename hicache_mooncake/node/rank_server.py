@@ -84,10 +84,10 @@ class RankServer:
 
     def hang_up(self) -> None:
         """No new connections, and an end to those that there are."""
-        self._stopping = True
         with contextlib.suppress(OSError):
             os.unlink(self.path)
         with self._lock:
+            self._stopping = True
             wires = list(self._connections.values())
         for wire in wires:
             wire.shutdown()
@@ -116,7 +116,7 @@ class RankServer:
                 continue
             owner, wire = self._node.new_owner(), Wire(sock)
             with self._lock:
-                full = len(self._connections) >= _MAX_CONNECTIONS
+                full = self._stopping or len(self._connections) >= _MAX_CONNECTIONS
                 if full:
                     self.refused += 1
                 else:

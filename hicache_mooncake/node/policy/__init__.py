@@ -18,7 +18,8 @@ DEFAULT_POLICY = "adaptive"
 
 
 def make_policy(name: str) -> Policy[Any]:
-    """A new policy by its name in the setting `eviction`. Raises ValueError for a name that there is not."""
+    """A new policy by its name. Raises ValueError for one that there is not. The setting has all but `s3fifo`, which is there to
+    compare with."""
     try:
         return POLICIES[name]()
     except KeyError:
