@@ -18,7 +18,7 @@ DEFAULT_POLICY = "adaptive"
 
 
 def make_policy(name: str) -> Policy[Any]:
-    """A new policy by its name. Raises ValueError for one that there is not. The setting has all but `s3fifo`, for comparisons."""
+    """A new policy by its name; ValueError for one that there is not. The setting has all but `s3fifo`, for comparisons."""
     try:
         return POLICIES[name]()
     except KeyError:
