@@ -235,8 +235,8 @@ class Soak:
         if load.record.wrong:
             found.append(f"{load.record.wrong} wrong pages")
         found += [f"raised: {error!r}" for error in [*load.record.errors, *self.errors]]
-        if load.record.longest() > HANG_S:
-            found.append(f"a call took {load.record.longest():.1f} s")
+        if load.record.slowest_s > HANG_S:
+            found.append(f"a call took {load.record.slowest_s:.1f} s")
         for counter in ("spilled", "replicated", "evicted", "stored", "loaded"):
             if not self.totals[counter]:
                 found.append(f"nothing was {counter}: this run does not show what it should")
@@ -401,7 +401,9 @@ def main() -> int:
     console.print(f"objects: {', '.join(f'{count} {what}' for what, count in soak.totals.items())}")
     if took:
         marks = ", ".join(f"{name} {took[int((len(took) - 1) * part)] * 1e3:.0f} ms" for name, part in MARKS)
-        console.print(f"the last {len(took)} loads of {BATCH} pages at most: {marks}, longest call {record.longest():.2f} s")
+        console.print(
+            f"the last {len(took)} loads of {BATCH} pages at most: {marks}; longest call of all {record.slowest_s:.2f} s"
+        )
     console.print(f"misses by reason: {dict(record.reasons().most_common(12))}")
     if options.plot:
         title = f"soak of {length_s / 60:.0f} minutes, commit {commit()}"
