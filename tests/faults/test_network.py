@@ -86,9 +86,12 @@ def one_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture
 def site(one_site: Site) -> Iterator[Site]:
-    """Whatever a test did to the network is over afterwards."""
+    """Whatever a test did to the network is over afterwards, and the masters start anew: they remember for a minute who was
+    sick, and leave it out for longer each time."""
     yield one_site
     one_site.network.heal()
+    for master in one_site.cluster.masters.values():
+        master.kill()
     one_site.cluster.heal()
 
 
