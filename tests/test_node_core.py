@@ -155,7 +155,7 @@ def test_a_page_fetched_twice_within_a_minute_stays_as_a_replica() -> None:
     fetch_into(core, located)
     assert held(core, one, two) == b"\x01\x00"
     assert [page.rank for page in core.store.coldest(9)] == [REPLICA]
-    assert core.report(0)["replicated"] == 1
+    assert core.report(0)["replicated"] == core.report(0)["replicas"] == 1
 
 
 def test_fetches_far_apart_or_repeated_within_one_read_make_no_replica() -> None:
@@ -187,6 +187,16 @@ def test_heat_is_bounded() -> None:
     assert len(heat) == 3
     assert heat.fetched(NS, page_hash(9), 1.0)
     assert not heat.fetched(NS, page_hash(0), 1.0)
+
+
+def test_heat_keeps_no_page_much_longer_than_its_window() -> None:
+    heat = Heat(2, window_s=10)
+    for name in range(1000):
+        heat.fetched(NS, page_hash(name), 0.0)
+    assert len(heat) == 1000
+    for name in range(2000, 3000):
+        heat.fetched(NS, page_hash(name), 20.0)
+    assert len(heat) == 1000
 
 
 def test_a_replica_that_nobody_else_holds_any_more_becomes_an_own_page() -> None:
@@ -287,7 +297,8 @@ def test_pushed_pages_are_guests_and_hot_ones_like_own() -> None:
     push(core, [three], hot=True)
     assert {page.hash: page.rank for page in core.store.coldest(9)} == {one: OWN, two: GUEST, three: OWN}
     assert next(page.hash for page in core.store.coldest(9)) == two
-    assert core.report(0)["taken"] == 2
+    report = core.report(0)
+    assert (report["taken"], report["guests"], report["writing"]) == (2, 1, 0)
     assert sum(len(blob) for _, blob in core.store.drain_changes(99)[0]) == 3 * p.HASH_BYTES, "the masters hear of them"
 
 

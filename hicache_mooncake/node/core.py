@@ -28,7 +28,7 @@ from hicache_mooncake.node.heat import Heat
 from hicache_mooncake.node.link_session import Usage
 from hicache_mooncake.node.placement import Placement
 from hicache_mooncake.node.spill import GiveSteps, Spill
-from hicache_mooncake.node.store import GUEST, OWN, Store
+from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store
 
 LOOKUP_TIMEOUT_S = 0.5
 STUCK_S = 60.0
@@ -453,6 +453,9 @@ class NodeCore:
             "used_bytes": self.store.used_bytes,
             "pinned_bytes": self.store.pinned_bytes,
             "objects": self.store.objects,
+            "guests": self.store.pages(GUEST),
+            "replicas": self.store.pages(REPLICA),
+            "writing": len(self._writing),
             "namespaces": len(self.store.namespaces()),
             "lookup_keys": stats.lookup_keys,
             "hit_keys": stats.hit_keys,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 
 WINDOW_S = 60.0
@@ -26,8 +27,10 @@ class Heat:
         key = (namespace, page_hash)
         lately = (*(at for at in self._fetched.pop(key, ()) if now - at < self._window_s), now)
         self._fetched[key] = lately[1 - self._after :]
-        if len(self._fetched) > self._max_pages:
-            self._fetched.popitem(last=False)
+        # Two for each that comes, so that what is of no use any more goes away.
+        for oldest in list(itertools.islice(self._fetched, 2)):
+            if len(self._fetched) > self._max_pages or now - self._fetched[oldest][-1] >= self._window_s:
+                del self._fetched[oldest]
         return len(lately) >= self._after
 
     def __len__(self) -> int:

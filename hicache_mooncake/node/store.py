@@ -242,6 +242,10 @@ class Store:
     def objects(self) -> int:
         return self._objects
 
+    def pages(self, rank: int) -> int:
+        """How many logical pages of this rank are held."""
+        return len(self._policies[rank])
+
     @property
     def used_bytes(self) -> int:
         return self.allocator.used
