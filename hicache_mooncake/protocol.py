@@ -24,6 +24,8 @@ import msgspec
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 2
+FETCH_VERSION = 1
+"""The first version with today's Fetch. A reader says this one, so that nodes of an older build serve it."""
 
 HASH_BYTES = 32
 """Length of a page hash (SHA-256) on every wire."""

@@ -1,5 +1,5 @@
-"""The messages between node and master of protocol version 1, as they were released. Frozen: nodes and masters of that version
-are upgraded one at a time, beside this one."""
+"""The messages between node and master, and between nodes, of protocol version 1, as they were released. Frozen: nodes and
+masters of that version are upgraded one at a time, beside this one."""
 
 from __future__ import annotations
 
@@ -155,6 +155,26 @@ class ClusterReport(Message):
     version: int
     nodes: list[NodeInfo]
     keys: int
+
+
+class Fetch(Message):
+    """Ask the holder for pages by key. Bodies follow FetchReply in order, for every key whose status is LOCAL."""
+
+    version: int
+    requester: str
+    namespace: bytes
+    hashes: bytes
+    length: int
+    id: int = 0
+    touch: bool = True
+
+
+class FetchReply(Message):
+    node: str
+    incarnation: bytes
+    status: bytes
+    checksum: list[int]
+    id: int = 0
 
 
 ToMaster = Join | Beat | Update | Snapshot | Leave | Lookup | ClearNamespace | ClusterStatus

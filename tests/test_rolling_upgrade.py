@@ -1,15 +1,22 @@
-"""A node of protocol version 1 with this master, byte for byte as it was released: nodes are upgraded one at a time."""
+"""A node of protocol version 1 with this master and this reader, byte for byte as it was released: nodes are upgraded one at a
+time."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+import socket
+import time
 
 import pytest
 from hicache_master.core import MasterCore
 
 from hicache_mooncake import protocol as new
+from hicache_mooncake.testing.local import page_hash
+from hicache_mooncake.transfer import tcp
 from tests import old_protocol as old
+from tests.faults.holders import PageServer, Reader
 
 NS = b"n" * 16
 
@@ -121,3 +128,35 @@ def test_upgraded_in_place_it_is_a_new_life_that_speaks_the_new_version(wire: Wi
     reply = wire.answer("new", new.Beat("new", b"i1", 1, 1, 2, 3, want_room=True))
     assert isinstance(reply, new.BeatReply)
     assert [room.peer.node for room in reply.room] == ["old"]
+
+
+class OldNode(PageServer):
+    """A data port of version 1: it refuses what is newer than itself."""
+
+    def _serve(self, sock: socket.socket) -> None:
+        decoder = old.decoder(old.Fetch)
+        with sock, contextlib.suppress(OSError):
+            tcp.prepare(sock)
+            while True:
+                fetch = tcp.receive_message(sock, decoder, time.monotonic() + 60)
+                if not old.PROTOCOL_MIN <= fetch.version <= old.PROTOCOL_MAX:
+                    tcp.send_message(sock, new.Refused(f"speaks protocol 1..1, not {fetch.version}"))
+                    return
+                self.answer(sock, fetch)
+
+
+def test_a_new_reader_gets_the_pages_of_an_old_node() -> None:
+    pages = [page_hash(number) for number in range(4)]
+    with contextlib.closing(OldNode("old")) as node, contextlib.closing(Reader()) as reader:
+        node.hold(pages)
+        reader.place(pages, node)
+        assert reader.load(pages).ok == b"\x01" * 4
+
+
+def test_an_old_reader_is_understood_by_a_new_node() -> None:
+    fetch = old.Fetch(1, "old", NS, hashes(1), 64, 7)
+    read = new.decoder(new.ToData).decode(old.encode(fetch))
+    assert read == new.Fetch(1, "old", NS, hashes(1), 64, 7)
+    assert new.PROTOCOL_MIN <= 1, "or it would be refused"
+    reply = new.FetchReply("new", b"i", bytes([new.LOCAL]), [5], 7)
+    assert old.decoder(old.FetchReply).decode(new.encode(reply)) == old.FetchReply("new", b"i", bytes([new.LOCAL]), [5], 7)

@@ -175,7 +175,7 @@ class RemoteReads:
         job = self._batch.job
         hashes = p.select_hashes(job.hashes, ask.pages)
         fetch = p.Fetch(
-            p.PROTOCOL_MAX, self._requester, job.namespace, hashes, self._batch.body_bytes, stream.fetch_id, job.touch
+            p.FETCH_VERSION, self._requester, job.namespace, hashes, self._batch.body_bytes, stream.fetch_id, job.touch
         )
         stream.reading = self._reading(stream)
         stream.wanted = next(stream.reading)

@@ -156,7 +156,7 @@ class Reader:
         reading.stream = stream
         hashes = b"".join(job.hashes[page] for page in reading.ask.pages)
         node, pool = self.mover.node_name, job.pool
-        stream.send(p.Fetch(p.PROTOCOL_MAX, node, pool.namespace, hashes, pool.length, reading.number, job.touch))
+        stream.send(p.Fetch(p.FETCH_VERSION, node, pool.namespace, hashes, pool.length, reading.number, job.touch))
 
     # ------------------------------------------------------------------ receiving
 
