@@ -24,11 +24,11 @@ from hicache_master.election import (
     ElectionError,
     Term,
     leader_key,
-    masters_prefix,
     parse_servers,
 )
 from hicache_master.server import MasterError, MasterServer
 
+from hicache_mooncake.discovery import masters_prefix
 from tests.etcd import EtcdProcess, etcd_server, needs_etcd
 
 PATIENCE_S = 30.0

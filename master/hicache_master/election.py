@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hicache_mooncake.config_values import DEFAULT_CLUSTER, DEFAULT_ETCD_PORT, split_address
+from hicache_mooncake.discovery import ROOT, masters_prefix
 
 if TYPE_CHECKING:
     from etcd3gw import Etcd3Client
@@ -23,7 +24,6 @@ _T = TypeVar("_T")
 
 log = logging.getLogger("hicache_master")
 
-PREFIX = "/hicache-mooncake"
 TTL_S = 3
 RENEWALS_PER_TTL = 4
 SAFE_SHARE = 0.9
@@ -35,12 +35,8 @@ class ElectionError(ValueError):
     """etcd cannot be used as configured; the text says what to change."""
 
 
-def masters_prefix(cluster: str) -> str:
-    return f"{PREFIX}/{cluster}/masters/"
-
-
 def leader_key(cluster: str, shard: int) -> str:
-    return f"{PREFIX}/{cluster}/leaders/{shard}"
+    return f"{ROOT}/{cluster}/leaders/{shard}"
 
 
 class Term:
