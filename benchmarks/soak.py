@@ -288,7 +288,10 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#1
 
 
 def plot(soak: Soak, length_s: float, title: str) -> str:
-    """A self-contained SVG: one panel a figure, one line a process."""
+    """A self-contained SVG: one panel a figure, one line a process; a process has its colour in all of them, movers are grey."""
+    movers = {"load mover": "#aaa", "store mover": "#ddd"}
+    others = sorted({series.who for series in soak.series.values() if not series.who.startswith(tuple(movers))})
+    colours = {who: COLOURS[number % len(COLOURS)] for number, who in enumerate(others)} | movers
     kinds = [what for what in ALLOWED if any(series.what == what for series in soak.series.values())]
     width, height, left, gap = 900, 170, 70, 46
     total = 40 + len(kinds) * (height + gap)
@@ -311,8 +314,10 @@ def plot(soak: Soak, length_s: float, title: str) -> str:
             parts.append(
                 f'<text x="{x:.0f}" y="{top + height + 13}" font-size="10" text-anchor="middle">{minutes:.3g} min</text>'
             )
-        for number, series in enumerate(of_kind):
-            colour = COLOURS[number % len(COLOURS)]
+        named: list[str] = []
+        for series in of_kind:
+            who = next((kind for kind in movers if series.who.startswith(kind)), series.who)
+            colour = colours[who]
             for pid in dict.fromkeys(of for _, of, _ in series.points):
                 line = " ".join(
                     f"{left + width * min(1.0, at / length_s):.1f},{top + height * (1 - value / unit / highest):.1f}"
@@ -320,8 +325,11 @@ def plot(soak: Soak, length_s: float, title: str) -> str:
                     if of == pid
                 )
                 parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.3"/>')
-            y = top + 9 + number * min(13.0, height / len(of_kind))
-            parts.append(f'<text x="{left + width + 8}" y="{y:.0f}" font-size="9" fill="{colour}">{escape(series.who)}</text>')
+            if who not in named:
+                named.append(who)
+                y = top + 9 + 13 * (len(named) - 1)
+                text = escape(f"{who}s" if who in movers else who)
+                parts.append(f'<text x="{left + width + 8}" y="{y:.0f}" font-size="9" fill="{colour}">{text}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
