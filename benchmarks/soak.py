@@ -288,7 +288,7 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#1
 
 
 def plot(soak: Soak, length_s: float, title: str) -> str:
-    """A self-contained SVG: one panel a figure, one line a process; a process has its colour in all of them, movers are grey."""
+    """A self-contained SVG: one panel a figure, one line a process; each process has one colour in all, movers are grey."""
     movers = {"load mover": "#aaa", "store mover": "#ddd"}
     others = sorted({series.who for series in soak.series.values() if not series.who.startswith(tuple(movers))})
     colours = {who: COLOURS[number % len(COLOURS)] for number, who in enumerate(others)} | movers
