@@ -116,7 +116,8 @@ def test_a_broken_rule_turns_its_test_red(
     class Broken(ReferenceTests):
         pass
 
-    suite, caplog.handler.level = Broken(), logging.ERROR
+    suite = Broken()
+    caplog.set_level(logging.ERROR)
     Broken.faults = Faults(**faults)
     call = getattr(suite, test)
     extra = {"caplog": caplog} if "caplog" in inspect.signature(call).parameters else {}
