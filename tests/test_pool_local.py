@@ -429,15 +429,16 @@ def test_clear_is_for_its_own_namespace(start_node: StartNode, make_rank: Callab
 
 
 def test_a_full_segment_evicts_and_keeps_serving(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
-    node = start_node(dram="2MiB")
+    node = start_node(dram="8MiB")
     rank = make_rank(node, page_bytes=64 << 10)
-    for round_ in range(10):
+    for round_ in range(20):
         pages = hashes(*((round_, i) for i in range(16)))
         assert rank.store(NS, pages).ok == b"\x01" * 16
         assert rank.load(NS, pages).ok == b"\x01" * 16
     report = rank.client.status()
     assert report is not None
-    assert int(report.node["used_bytes"]) <= 2 << 20
+    assert int(report.node["used_bytes"]) <= 8 << 20
+    assert int(report.node["evicted"]) >= 20 * 16 - 128
     assert int(report.node["evicted"]) >= 10 * 16 - 32
 
 
