@@ -54,19 +54,24 @@ def test_a_young_process_is_not_compared_with_its_former_life() -> None:
 
 def test_the_table_and_the_plot_show_every_process(tmp_path: Path) -> None:
     soak = Soak(Cluster(tmp_path), 1)
-    for who in ("node a", "load mover <a>"):
+    for who in ("node a", "load mover a", "node <b>"):
         soak.series[who, "memory"] = Series(who, "memory", over_time("memory", 30.0 * MIB, 0.0).points)
     soak.series["node a", "threads"] = over_time("threads", 12.0, 0.0)
     console = Console(record=True, width=140, file=(tmp_path / "out").open("w"))
     console.print(table(soak, LENGTH_S))
     text = console.export_text()
     assert "memory, MiB" in text
-    assert "load mover <a>" in text
+    assert "node <b>" in text
     assert "30.0" in text
     root = ET.fromstring(plot(soak, LENGTH_S, "a & b"))
     lines = root.findall("{http://www.w3.org/2000/svg}polyline")
-    assert len(lines) == 3
-    assert {each.text for each in root.iter("{http://www.w3.org/2000/svg}text")} >= {"a & b", "load mover <a>", "threads"}
+    assert len(lines) == 4
+    assert {each.text for each in root.iter("{http://www.w3.org/2000/svg}text")} >= {
+        "a & b",
+        "node <b>",
+        "load movers",
+        "threads",
+    }
 
 
 @pytest.mark.slow

@@ -21,6 +21,9 @@ from tests.sglang.conftest import SHIMS
 
 INSTALLED = ""
 VERSIONS = (INSTALLED, "0.5.9", "0.5.14", "0.5.20", "0.5.21", "0.5.22")
+BETWEEN = ("0.5.14", "0.5.20", "0.5.21")
+"""Left to `make test-all`: what changed with them shows in those before and after, too."""
+
 
 HEARD = {
     "disk": ["changing", "write", "reset", "changed v2 /m True", "flushed"],
@@ -77,7 +80,10 @@ def expected(version: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version or "installed")
+@pytest.mark.parametrize(
+    "version",
+    [pytest.param(version, marks=[pytest.mark.slow] * (version in BETWEEN), id=version or "installed") for version in VERSIONS],
+)
 def test_a_backend_hears_what_becomes_of_the_weights(version: str) -> None:
     wheel = Path(sys.prefix) / f"sglang-{version}"
     if version and not wheel.is_dir():
