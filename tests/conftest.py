@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from hicache_mooncake.client.embedded import node_answers
@@ -25,6 +26,10 @@ from tests.faults.recording import (  # noqa: F401 (what pytest looks for)
 )
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 def environment() -> dict[str, str]:

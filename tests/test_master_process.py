@@ -422,6 +422,7 @@ def test_health_and_metrics_say_how_the_master_is(masters, links) -> None:
     source.add(1, 2, 3)
     a.notify()
     eventually(lambda: json.loads(master.get("/health"))["keys"] == 3)
+    eventually(lambda: json.loads(master.get("/health"))["nodes"]["active"] == 1)
     health = json.loads(master.get("/health"))
     assert health["status"] == "ok"
     assert health["nodes"] == {"joining": 0, "active": 1, "sick": 0, "suspected": 0, "draining": 0, "gone": 0}
