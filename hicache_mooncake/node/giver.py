@@ -90,8 +90,7 @@ class Giver:
         except Exception:
             log.exception("handing pages over failed. Please report this")
         finally:
-            while self._connections:
-                self._connections.popitem()[1].close()
+            self._close_all()
             self.handed_over.set()
 
     def _look(self, owner: int) -> float:

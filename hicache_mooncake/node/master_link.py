@@ -152,7 +152,6 @@ class MasterLink:
         self._orders: deque[Callable[[float], None]] = deque()
         self._count_lock = threading.Lock()
         self._decode = decoder(FromMaster).decode
-        self._rung = False
         self._stopping = False
         self._leave = False
         self._failures = 0

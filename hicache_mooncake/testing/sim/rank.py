@@ -60,7 +60,6 @@ class Counters:
     stored: int = 0
     lookups: int = 0
     found: int = 0
-    fenced: int = 0
 
 
 class Rank:
@@ -250,7 +249,6 @@ class Rank:
         """Time is up: the mover is killed, and only then the pages are the engine's again."""
         if call.over:
             return
-        self.counters.fenced += 1
         if not call.mover.frozen:
             raise Violation(f"{self.name}: a {call.job.op} had to be fenced, and nothing was frozen")
         call.mover.process.end()
