@@ -60,11 +60,11 @@ test-all: lint wheel versions etcd
 
 matrix: $(READY) versions
 	HICACHE_MATRIX=docs/support-matrix.json $(PY) -m pytest tests/sglang tests/e2e $(PYTEST_ARGS)
-	$(PY) tools/support_matrix.py
+	$(PY) -m tools.support_matrix
 
 failures: $(READY) etcd
 	HICACHE_FAILURES=docs/failures.json $(PY) -m pytest $$($(PY) -m tests.faults.elsewhere) $(PYTEST_ARGS)
-	$(PY) tools/failures.py
+	$(PY) -m tools.failures
 
 lint: $(READY)
 	$(PY) -m ruff check .

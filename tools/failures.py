@@ -1,8 +1,8 @@
 """docs/failures.md, from the tests that ran.
 
     HICACHE_FAILURES=docs/failures.json make test     records
-    python tools/failures.py                          writes the document, and forgets rows whose test is gone
-    python tools/failures.py --check                  fails when it differs from the JSON, or a row's test is gone
+    python -m tools.failures                          writes the document, and forgets rows whose test is gone
+    python -m tools.failures --check                  fails when it differs from the JSON, or a row's test is gone
 
 The JSON is a list of rows: fault, what users see, part of the table, test, what was measured in seconds. A row stays until its
 test runs again: it is measured anew when that passes, and removed when it fails.
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import ast
-import fcntl
 import json
-import os
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from tools import recorded
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -73,19 +73,12 @@ def load(path: Path) -> list[Row]:
 
 def merge(path: Path, rows: Iterable[Row], failed: Collection[str] = ()) -> None:
     """Put these rows in place of those of the same tests; rows of tests that failed go. Several processes may do so at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with recorded.alone(path):
         merged = {row.test: row for row in [*load(path), *rows] if row.test not in failed}
         listed = [asdict(merged[test]) for test in sorted(merged)]
         for row in listed:
             row["measured"] = {what: round(seconds, 3) for what, seconds in sorted(row["measured"].items())}
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.write_text("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in listed) + "\n]\n")
-        os.replace(fresh, path)
-    finally:
-        os.close(folder)
+        recorded.write(path, listed)
 
 
 def seconds(value: float) -> str:
@@ -162,14 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         merge(options.json, [], missing)
         rows = load(options.json)
-    text = render(rows)
-    if not options.check:
-        options.output.write_text(text)
-        return 0
-    if not options.output.exists() or options.output.read_text() != text:
-        print(f"{options.output} is not what {options.json} says: run python tools/failures.py", file=sys.stderr)
-        return 1
-    return 0
+    command = "python -m tools.failures"
+    return recorded.deliver(render(rows), options.output, source=options.json, check=options.check, command=command)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """docs/support-matrix.md, from what the tests have shown.
 
     HICACHE_MATRIX=docs/support-matrix.json make test     records
-    python tools/support_matrix.py                        writes the document
-    python tools/support_matrix.py --check                fails when it differs from the JSON
+    python -m tools.support_matrix                        writes the document
+    python -m tools.support_matrix --check                fails when it differs from the JSON
 
 The JSON is a list of rows: family, layout, shape, sglang, outcome ("works" or "refused: why"). A row stays until a test shows
 something else; delete the file to begin anew.
@@ -11,13 +11,13 @@ something else; delete the file to begin anew.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from tools import recorded
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WORKS, REFUSED = "works", "refused: "
@@ -60,17 +60,10 @@ def load(path: Path) -> Matrix:
 
 def merge(path: Path, rows: Mapping[Key, str]) -> None:
     """Add rows to the file, in place of those with the same key. Several processes may do so at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with recorded.alone(path):
         merged = load(path) | dict(rows)
         listed = [dict(zip(FIELDS, key, strict=True)) | {"outcome": merged[key]} for key in sorted(merged)]
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.write_text("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in listed) + "\n]\n")
-        os.replace(fresh, path)
-    finally:
-        os.close(folder)
+        recorded.write(path, listed)
 
 
 def natural(text: str) -> list[tuple[int, str]]:
@@ -123,14 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not matrix:
         print(f"{options.json} has no rows: record some with HICACHE_MATRIX={options.json} make test", file=sys.stderr)
         return 2
-    text = render(matrix)
-    if not options.check:
-        options.output.write_text(text)
-        return 0
-    if not options.output.exists() or options.output.read_text() != text:
-        print(f"{options.output} is not what {options.json} says: run python tools/support_matrix.py", file=sys.stderr)
-        return 1
-    return 0
+    command = "python -m tools.support_matrix"
+    return recorded.deliver(render(matrix), options.output, source=options.json, check=options.check, command=command)
 
 
 if __name__ == "__main__":
