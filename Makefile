@@ -52,8 +52,15 @@ $(VENV)/.stamps/sglang-%: $(READY)
 etcd: $(READY)
 	@tools/get_etcd.sh $(VENV) || true
 
+# Two at a time, since half of the time is waiting. What fails is run once more, alone: on a loaded machine a test with real
+# processes and deadlines can fail for that. Both runs are shown, and the second one decides.
+TEST_WORKERS ?= 2
+
 test: $(READY) versions etcd
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS); \
+	status=$$?; if [ $$status -ne 1 ]; then exit $$status; fi; \
+	printf '\n== What failed is run again, alone ==\n\n'; \
+	exec $(PY) -m pytest -m "not slow" --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
 
 test-all: lint wheel versions etcd
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -98,6 +98,25 @@ class Settings:
     drain_s: float = 10.0
     """0: not at all."""
     hugepages: bool = False
+    transport: str = "auto"
+    """auto, tcp, verbs, or the name of a transport that an installed package brings."""
+    rdma_devices: tuple[str, ...] = ()
+    """Empty: all whose port is up."""
+    gid_index: int = -1
+    """-1: chosen by the table."""
+    verbs_binding: str = "auto"
+    interface: str = ""
+    lanes: int = 0
+    """0: as many as are faster."""
+    max_in_flight: int = 64 << 20
+    copy_threads: int = 0
+    """0: by the number of cores."""
+    numa: str = "auto"
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    skip_when_slower: float = 0.0
+    """Tokens a second that the engine prefills; 0: never."""
     log_level: str = "info"
     sources: dict[str, str] = field(default_factory=dict, compare=False)
     """Attribute -> where its value came from."""

@@ -20,6 +20,10 @@ MAX_FILE_BYTES = 1 << 20
 NODE_MODES = ("auto", "embedded", "external", "off")
 COPY_MODES = ("auto", "memfd", "process_vm", "segment")
 EVICTIONS = ("adaptive", "lru", "cost")
+VERBS_BINDINGS = ("auto", "ibverbs", "pyverbs")
+NUMA_MODES = ("auto", "off")
+MAX_LANES = 16
+MAX_COPY_THREADS = 64
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -268,6 +272,63 @@ def parse_host_id(value: object) -> str:
     if len(text) > 128:
         raise ValueError("a host's identity has at most 128 characters")
     return text or default_host_id()
+
+
+def parse_file(value: object) -> str:
+    """Absolute path of a file, or "". A node that an engine starts has another working directory."""
+    return parse_key_file(value)
+
+
+_TRANSPORT = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+
+
+def parse_transport(value: object) -> str:
+    text = parse_text(value).lower()
+    if _TRANSPORT.fullmatch(text) is None:
+        raise ValueError("choose auto, tcp, verbs, or the name of a transport that an installed package brings")
+    if text == "shm":
+        raise ValueError("shared memory reaches this host only, where it is used anyway: choose auto, tcp or verbs")
+    return text
+
+
+_DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,63}(:[1-9][0-9]{0,2})?")
+
+
+def parse_devices(value: object) -> tuple[str, ...]:
+    given = [parse_text(item) for item in (value if isinstance(value, list | tuple) else [value])]
+    devices = [part.strip() for text in given for part in text.split(",") if part.strip()]
+    for device in devices:
+        if _DEVICE.fullmatch(device) is None:
+            raise ValueError(f"{device!r} is not an RDMA device: write mlx5_0, or mlx5_0:1 with its port")
+    return tuple(dict.fromkeys(devices))
+
+
+def whole_number(what: str, least: int, most: int, auto: int | None = None) -> Callable[[object], int]:
+    """A parser of whole numbers from `least` to `most`, and of the word auto, where there is a number that means it."""
+
+    def parse(value: object) -> int:
+        if auto is not None and str(value).strip().lower() in ("auto", ""):
+            return auto
+        number = parse_number(value)
+        if number != int(number) or not (least <= number <= most or number == auto):
+            raise ValueError(f"{what}: a whole number from {least} to {most}" + (" or auto" if auto is not None else ""))
+        return int(number)
+
+    return parse
+
+
+def parse_window(value: object) -> int:
+    size = parse_size(value)
+    if size < 1 << 20:
+        raise ValueError("less than 1 MiB under way at a time leaves a network idle: give at least 1mb")
+    return size
+
+
+def parse_rate(value: object) -> float:
+    rate = parse_number(value)
+    if not 0 <= rate < 1e9:
+        raise ValueError("tokens a second, 0 for never")
+    return rate
 
 
 def parse_fraction(value: object) -> float:

@@ -75,6 +75,10 @@ class Welcome(Message):
     segment_bytes: int
     data_key: bytes = b""
     """With roles load and store: what proves membership on the data ports of other nodes (`hicache_mooncake.security`)."""
+    tls_cert: bytes = b""
+    """With roles load and store, where the cluster has TLS: this node's certificate, its key, and the authority, as PEM."""
+    tls_key: bytes = b""
+    tls_ca: bytes = b""
 
 
 class Exists(Message):
@@ -116,6 +120,8 @@ class Locate(Message):
     """They count as used now. False where a Touch will say it of the whole chain."""
     budget_s: float = 1.0
     """What is left of the asker's time: a master that does not answer may take half of it, and no more."""
+    here_only: bool = False
+    """A mover of a neighbour's asks: only what lies in this node's segment counts, and no master is asked."""
 
 
 MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT = 0, 1, 2, 3, 4, 5
@@ -139,6 +145,12 @@ class Located(Message):
     room: list[int] = []
     others: list[int] = []
     """For each key the index into `peers` of another holder to try when the first fails, or -1. Empty: none has one."""
+    links: list[int] = []
+    """For each of `peers` the id of the link over which it can write into this node's segment, or 0. Empty: none has one."""
+    landing: int = 0
+    """Room for pages that come over links, this mover's until Landed; 0: there is none."""
+    places: list[int] = []
+    """For each key the segment offset that a link may write it to, or -1. Of FETCH keys it is their entry of `room`."""
 
 
 class Peer(Message):
@@ -148,6 +160,17 @@ class Peer(Message):
     incarnation: bytes
     host: str
     port: int
+    socket: str = ""
+    """UNIX socket of a node on the asker's own host, whose segment can be mapped. Empty: not here, or not known."""
+
+
+class Landed(Message):
+    """One-way, load mover -> node: the mover is done with the room of a landing. `quiet` are links that wrote all that they
+    were asked for, or were never asked: of the others something may still be under way, and they are ended before the room is
+    used again."""
+
+    landing: int
+    quiet: list[int] = []
 
 
 class Release(Message):
@@ -327,6 +350,10 @@ class Fetch(Message):
     id: int = 0
     touch: bool = True
     """As in Locate."""
+    link: int = 0
+    """Write the bodies over this link, instead of sending them here."""
+    into: list[int] = []
+    """Segment offset in the requester's node for each key; for `link`."""
 
 
 class FetchReply(Message):
@@ -336,6 +363,11 @@ class FetchReply(Message):
     checksum: list[int]
     id: int = 0
     """Of the Fetch that this answers."""
+    linked: bool = False
+    """Every LOCAL body has been written over the link, whole, and nothing follows. False: nothing is under way on the link for
+    this Fetch any more as far as this end can tell, and the bodies follow."""
+    link_failed: bool = False
+    """Something was begun over the link and has failed: the reader's end is ended before what it wrote to is used again."""
 
 
 class Prove(Message):
@@ -368,6 +400,8 @@ class Push(Message):
     hot: bool = False
     """False: spilled, to be evicted before the receiver's own pages. True: like a page that was just used there."""
     id: int = 0
+    link: int = 0
+    """The giver can write over this link."""
 
 
 class PushReply(Message):
@@ -375,6 +409,41 @@ class PushReply(Message):
 
     status: bytes
     id: int = 0
+    places: list[int] = []
+    """Where `link` may be used: segment offset of each WRITE key. Then a Wrote follows, and no bodies."""
+
+
+class Wrote(Message):
+    """The giver's answer to a PushReply with places: its writes over the link have ended. `ok` False: one of them failed."""
+
+    ok: bool
+    id: int = 0
+
+
+class Link(Message):
+    """On a data connection: it is to be the control channel of a link by this scheme. Whoever asks offers its node's segment,
+    `token` being what the transport needs to reach it. After Linked both ends run the transport's handshake on the connection,
+    which carries no message any more."""
+
+    version: int
+    requester: str
+    incarnation: bytes
+    scheme: str
+    id: int
+    """Chosen at random by who asks; both ends know the link by it."""
+    address: int
+    length: int
+    token: bytes
+
+
+class Linked(Message):
+    """The answer to Link, with the answering node's own segment."""
+
+    node: str
+    incarnation: bytes
+    address: int
+    length: int
+    token: bytes
 
 
 class Pushed(Message):
@@ -403,6 +472,8 @@ class Join(Message):
     host_id: str = ""
     """Nodes of one physical host say the same. Empty: a host of its own."""
     draining: bool = False
+    socket: str = ""
+    """Where ranks reach it, told to nodes of its own host."""
 
 
 class Joined(Message):
@@ -572,13 +643,13 @@ class ClusterReport(Message):
     """Addresses of all masters that this one knows of, where it can know."""
 
 
-FromClient = Hello | Exists | Locate | Release | Reserve | Commit | Touch | Clear | Missed | AdminStatus
+FromClient = Hello | Exists | Locate | Landed | Release | Reserve | Commit | Touch | Clear | Missed | AdminStatus
 FromNode = Welcome | Refused | Found | Located | Reserved | Committed | Cleared | AdminReport
 ToMover = Attach | Transfer
 FromMover = Attached | Transferred | Refused
 ToMaster = Join | Beat | Update | Snapshot | Leave | Report | Lookup | ClearNamespace | ClusterStatus
-ToData = Prove | Proof | Fetch | Push
-FromData = Proof | FetchReply | PushReply | Pushed | Refused
+ToData = Prove | Proof | Fetch | Push | Wrote | Link
+FromData = Proof | FetchReply | PushReply | Pushed | Linked | Refused
 FromMaster = Joined | Refused | BeatReply | LookupReply | ClearNamespace | ClusterReport
 
 _encoder = msgspec.msgpack.Encoder()

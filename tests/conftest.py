@@ -136,3 +136,10 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: str = "c
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true within {timeout_s} s"
         time.sleep(0.02)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For several workers: the tests of one file stay together, and so do all that start SGLang servers."""
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group("servers" if file.startswith("tests/e2e/") else file))
