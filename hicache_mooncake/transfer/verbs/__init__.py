@@ -1,0 +1,1 @@
+"""RDMA: what the verbs transport is made of. `api` is the small interface over verbs that the rest is written against."""
