@@ -11,6 +11,7 @@ which closes what was made of it first.
 from __future__ import annotations
 
 import abc
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -35,21 +36,19 @@ class BindingUnavailable(VerbsError):
 
 class Status(IntEnum):
     """Of a completion: `ibv_wc_status`, those that matter here. Devices report others as well, so `Completion.status` is a
-    plain int."""
+    plain int, and `Completion.status_text` names all."""
 
     SUCCESS = 0
-    LOCAL_LENGTH = 1
-    LOCAL_PROTECTION = 4
+    LOC_LEN_ERR = 1
+    LOC_PROT_ERR = 4
     """A local address or lkey is not registered."""
-    FLUSHED = 5
-    """The queue pair was in the error state already: an earlier work failed, or it was never begun."""
-    REMOTE_INVALID = 9
-    REMOTE_ACCESS = 10
+    WR_FLUSH_ERR = 5
+    """An earlier work of the queue pair failed, and this one was not, or not fully, carried out."""
+    REM_ACCESS_ERR = 10
     """The peer's rkey, address or length is not, or no longer, registered there."""
-    REMOTE_OPERATION = 11
-    RETRIES = 12
+    RETRY_EXC_ERR = 12
     """The peer, its port or the network does not answer."""
-    FATAL = 19
+    FATAL_ERR = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +126,9 @@ class QpOptions:
     traffic_class: int = 0
     service_level: int = 0
     hop_limit: int = 64
+
+
+DEFAULT_QP_OPTIONS = QpOptions()
 
 
 class Sge(NamedTuple):
@@ -213,7 +215,7 @@ class Qp(abc.ABC):
         """For the peer. `gid_index` must be that of `connect`."""
 
     @abc.abstractmethod
-    def connect(self, remote: QpAddress, gid_index: int, mtu: int, options: QpOptions = QpOptions()) -> None:
+    def connect(self, remote: QpAddress, gid_index: int, mtu: int, options: QpOptions = DEFAULT_QP_OPTIONS) -> None:
         """To the state RTS, from which on works may be posted; the peer's can arrive as soon as it has connected too. `mtu`:
         bytes, 256 to 4096, the smaller of both ends' `active_mtu`. Raises VerbsError."""
 
@@ -275,8 +277,23 @@ class Binding(abc.ABC):
 MTUS = (256, 512, 1024, 2048, 4096)
 """Bytes, of the verbs' enumeration 1 to 5."""
 
+_STATUS_TEXTS = (
+    "success", "local length error", "local QP operation error", "local EE context operation error", "local protection error",
+    "flushed: an earlier work of the queue pair failed", "memory window bind error", "bad response", "local access error",
+    "remote invalid request", "remote access error: memory that is not, or no longer, registered there",
+    "remote operation error", "retries exceeded: no answer from the peer, its port or the network",
+    "retries exceeded: the receiver was not ready", "local RDD violation", "remote invalid RD request", "remote aborted",
+    "invalid EE context number", "invalid EE context state", "fatal error", "response timeout", "general error",
+    "tag matching error", "tag matching rendezvous incomplete",
+)  # fmt: skip
+
 
 def status_text(status: int) -> str:
-    """For log lines and errors."""
-    known = {int(member): member.name.lower().replace("_", " ") for member in Status}
-    return f"{known.get(status, 'verbs status')} ({status})"
+    """Of a completion, for log lines and errors."""
+    known = _STATUS_TEXTS[status] if 0 <= status < len(_STATUS_TEXTS) else "unknown"
+    return f"{known} (verbs status {status})"
+
+
+def gid_text(gid: bytes) -> str:
+    """As in `Gid.gid`, of the 16 bytes."""
+    return ipaddress.IPv6Address(gid).exploded
