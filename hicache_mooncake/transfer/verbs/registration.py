@@ -24,8 +24,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 MAX_DEVICES = 64
 MAX_PARTS = 1 << 16
 """Of one memory on all devices together."""
-_Key = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-_Place = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+_Key = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+_Place = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Part(NamedTuple):
