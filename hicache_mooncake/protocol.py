@@ -525,6 +525,8 @@ class BeatReply(Message):
     gather_s: float = 0.005
     room: list[Room] = []
     """Where asked for: a random sample, at most MAX_ROOM_LISTED, of the other active nodes with room."""
+    clears: int = 0
+    """How many clears this master has passed on to this node since it joined. Who has heard of fewer joins again."""
 
 
 class Update(Message):
@@ -604,6 +606,8 @@ class ClearNamespace(Message):
 
     namespace: bytes
     origin: str = ""
+    number: int = 0
+    """Master -> node: counted from 1 since the node joined. 0: not counted."""
 
 
 class ClusterStatus(Message):

@@ -125,6 +125,8 @@ class Net:
         self.rng = random.Random(seed)
         self.now = 1000.0
         self.bad = False
+        self.loses: Callable[[str, Message], bool] = lambda node, message: False
+        """Whether what a master tells a node is lost."""
         self.nodes: dict[str, Node] = {}
         self.masters: dict[str, MasterCore | OldMaster] = {}
         self.sent: list[tuple[str, str, Message]] = []
@@ -209,7 +211,7 @@ class Net:
 
     def _to_node(self, receiver: bytes, master: str, message: Message) -> None:
         name, _, connection = receiver.decode().partition(" ")
-        if name in self.nodes:
+        if name in self.nodes and not self.loses(name, message):
             self._put(name, master, int(connection), encode(message), False)
 
     def _deliver(self) -> None:
@@ -676,6 +678,30 @@ def test_a_clear_reaches_masters_that_are_away_when_they_are_back() -> None:
     net.until(lambda: net.state("a", "m2") == "joined", 8)
     net.run(1)
     assert len(sent(net, ClearNamespace)) == before + 1
+
+
+def test_a_clear_that_is_lost_on_its_way_to_a_node_is_told_again() -> None:
+    """The connection breaks and is mended behind both ends' backs: neither sees more of it than that something is missing."""
+    net = Net()
+    net.master("m1")
+    a, b = net.node("a", "m1"), net.node("b", "m1")
+    b.source.add(1)
+    net.until(lambda: joined(net) and net.knows("m1", range(3)) == {1: "b"}, 3)
+    net.loses = lambda node, message: isinstance(message, ClearNamespace)
+    a.core.clear_namespace(NS)
+    net.until(lambda: net.knows("m1", range(3)) == {}, 2)
+    net.loses = lambda node, message: False
+    assert b.source.cleared == []
+    b.source.add(2)
+    b.core.notify()
+    net.until(lambda: b.source.cleared == [NS], 5)
+    b.source.add(3)
+    b.core.notify()
+    net.until(lambda: net.knows("m1", range(5)) == {3: "b"}, 5)
+    assert b.core.counters["clears_missed"] == 1
+    joins = len(sent(net, Join, "b"))
+    net.run(10)
+    assert len(sent(net, Join, "b")) == joins, "and not again and again"
 
 
 # --------------------------------------------------------------------------- masters come and go

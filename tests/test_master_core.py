@@ -366,8 +366,8 @@ def test_a_clear_empties_one_namespace_and_goes_to_every_other_node(master: Mast
     for node in ("a", "b", "c"):
         master.join(node)
         master.take(Update(node, b"i1", 1, [(NS, hashes(1)), (OTHER, hashes(1))], []), node.encode())
-    clear = ClearNamespace(NS, "a")
-    assert sorted(master.take(clear, b"a")) == [(b"b", clear), (b"c", clear)]
+    passed_on = ClearNamespace(NS, "a", 1)
+    assert sorted(master.take(ClearNamespace(NS, "a"), b"a")) == [(b"b", passed_on), (b"c", passed_on)]
     assert master.who(1) == [""]
     assert master.who(1, namespace=OTHER) != [""]
 
@@ -403,7 +403,10 @@ def test_however_many_namespaces_were_cleared_a_node_that_joins_gets_its_answer_
         master.take(clear, b"a")
     output = master.take(Join(1, 2, "b", b"i1", "10.0.0.1", 7001, 1 << 30, 0), b"b")
     assert isinstance(output[0][1], Joined)
-    assert [message for _, message in output[1:]] == clears
+    assert [message for _, message in output[1:]] == [
+        ClearNamespace(clear.namespace, "a", number) for number, clear in enumerate(clears, 1)
+    ]
+    assert master.beat("b", 0).clears == len(clears)
 
 
 def test_a_restarted_master_reads_a_few_snapshots_at_a_time(master: Master) -> None:

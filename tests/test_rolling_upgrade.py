@@ -86,7 +86,7 @@ def test_an_old_nodes_heartbeats_snapshots_and_end_are_as_ever(wire: Wire) -> No
 
 
 def test_a_clear_goes_both_ways(wire: Wire) -> None:
-    assert wire.say("old", old.ClearNamespace(NS, "old")) == [("new", new.ClearNamespace(NS, "old"))]
+    assert wire.say("old", old.ClearNamespace(NS, "old")) == [("new", new.ClearNamespace(NS, "old", 1))]
     assert wire.say("new", new.ClearNamespace(NS, "new")) == [("old", old.ClearNamespace(NS, "new"))]
 
 

@@ -141,7 +141,18 @@ class LinkCore:
         self.shards = 0
         """How many parts the directory has; 0 until a master has said so."""
         self.counters: dict[str, int] = dict.fromkeys(
-            ("connects", "joins", "snapshots", "updates", "outbox_overflows", "garbage", "clears_lost", "reports", "failures"),
+            (
+                "connects",
+                "joins",
+                "snapshots",
+                "updates",
+                "outbox_overflows",
+                "garbage",
+                "clears_lost",
+                "clears_missed",
+                "reports",
+                "failures",
+            ),
             0,
         )
         self.room_table: tuple[float, list[Room]] = (float("-inf"), [])

@@ -130,6 +130,8 @@ class Session:
         self._complained = False
         self._clears: dict[bytes, int] = {}
         """Clears that this master may not have heard of yet: namespace -> beats sent when it was told, 0 before that."""
+        self._clears_heard = 0
+        """Of those that the master has passed on since we joined: all up to this number."""
 
     @property
     def listens(self) -> bool:
@@ -357,6 +359,7 @@ class Session:
         self._beats_sent = self._beats_answered = self._beats_before_snapshot = self._beat_behind_snapshot = 0
         self._sent_bytes = self.core.usage(now).sent_bytes
         self._clears = dict.fromkeys(self._clears, 0)
+        self._clears_heard = 0
         self.push(
             Join(
                 *self.core.versions,
@@ -390,6 +393,8 @@ class Session:
                 self._beat_answered(message, now)
             case ClearNamespace():
                 self.core.hear_clear(message.namespace)
+                if message.number == self._clears_heard + 1:
+                    self._clears_heard += 1
 
     def _reported(self, message: ClusterReport, now: float) -> None:
         if self.state not in (ASKING, UNFIT):
@@ -431,6 +436,11 @@ class Session:
         if self.state != JOINED:
             return
         if not message.known or message.master != self._incarnation:
+            self._ask_anew(now)
+            return
+        if message.clears > self._clears_heard:
+            # Some were lost with a connection that broke. Whoever joins is told of the newest again.
+            self.core.count("clears_missed")
             self._ask_anew(now)
             return
         self._beats_answered += 1

@@ -98,6 +98,9 @@ class MasterCore:
         self._born: float | None = None
         self._recent_clears: dict[bytes, tuple[str, float]] = {}
         """Namespace -> who cleared it, and until when nodes that join are told."""
+        self._clears_told: dict[str, int] = {}
+        """How many clears were passed on to each member since it joined. One that falls into a connection that is breaking is
+        heard by nobody: the member would keep the pages, and they would be missing here."""
         self._now = 0.0
         self._full = False
 
@@ -181,7 +184,7 @@ class MasterCore:
         self.membership.validate()
         self.streams.validate()
         assert {stream.name for stream in self.streams} == {member.name for member in self.membership.live()}
-        assert set(self._senders) == {stream.name for stream in self.streams}
+        assert set(self._senders) == set(self._clears_told) == {stream.name for stream in self.streams}
         for stream in self.streams:
             member = self.membership.get(stream.name, stream.incarnation)
             assert member is not None
@@ -246,12 +249,17 @@ class MasterCore:
         )
         # A node that was out of reach while another one cleared a namespace hears of it now. Behind the answer, or many clears
         # would fill the queue to a peer and crowd it out.
+        self._clears_told[message.node] = 0
         output += [
-            (sender, ClearNamespace(namespace, origin))
+            (sender, self._tell_clear(message.node, namespace, origin))
             for namespace, (origin, until) in self._recent_clears.items()
             if origin != message.node and until > now
         ]
         return output
+
+    def _tell_clear(self, node: str, namespace: bytes, origin: str) -> ClearNamespace:
+        self._clears_told[node] += 1
+        return ClearNamespace(namespace, origin, self._clears_told[node])
 
     def _warn(self, text: str) -> None:
         self.notes.append((logging.WARNING, text))
@@ -356,6 +364,7 @@ class MasterCore:
             warming=self.warming,
             gather_s=self._gather_s(),
             room=room,
+            clears=self._clears_told[member.name],
         )
 
     def _failed_reads(self, message: Report, sender: bytes, now: float) -> None:
@@ -378,6 +387,7 @@ class MasterCore:
 
     def _forget(self, name: str) -> None:
         del self._senders[name]
+        del self._clears_told[name]
         self.streams.close(name)
 
     # ------------------------------------------------------------------ the stream of updates
@@ -422,7 +432,9 @@ class MasterCore:
         while len(self._recent_clears) > MAX_RECENT_CLEARS:
             del self._recent_clears[next(iter(self._recent_clears))]
         return [
-            (receiver, message) for name, receiver in self._senders.items() if name != message.origin and receiver != sender
+            (receiver, self._tell_clear(name, message.namespace, message.origin))
+            for name, receiver in self._senders.items()
+            if name != message.origin and receiver != sender
         ]
 
     def _report(self, brief: bool, now: float) -> ClusterReport:
