@@ -295,6 +295,8 @@ class Attach(Message):
     """process_vm only: bytes at an address in the engine that the mover must be able to read and write back."""
     strided: bool = False
     """Strided runs will come: what they need is loaded now, and not in the first batch's time."""
+    lanes: int = 0
+    """tcp connections that a load uses to one node; 0: as many as are faster."""
 
 
 class Attached(Message):

@@ -158,6 +158,7 @@ class PoolClient:
             canary_address=ctypes.addressof(self._canary),
             canary=self._canary.raw,
             strided=self.settings.share_across_tp,
+            lanes=self.settings.lanes,
         )
         fds = known_fds if use_memfd else []
         try:
@@ -382,7 +383,8 @@ class PoolClient:
                 raise MoverUnavailable("mover_down", "its mover did not start a moment ago")
             bounce = Bounce(role)
             own_user = own_user_only(self.settings)
-            attach = p.Attach(self.settings.socket, os.getpid(), self.client, [bounce.region], own_user)
+            lanes = self.settings.lanes
+            attach = p.Attach(self.settings.socket, os.getpid(), self.client, [bounce.region], own_user, lanes=lanes)
             try:
                 self._bounce_movers[role].attach(attach, [bounce.fd], timeout_s=self.settings.deadline_s / 2)
             except BaseException:

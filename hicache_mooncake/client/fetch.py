@@ -15,17 +15,20 @@ from collections.abc import Generator, Sequence
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S
 from hicache_mooncake.client.batch import Batch, Landing
+from hicache_mooncake.client.lanes import Lanes
 from hicache_mooncake.client.remote import Ask, FetchPlan
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError
-from hicache_mooncake.transfer.peers import Connecting, Peers
+from hicache_mooncake.transfer.peers import Connecting, Peers, address_of
 from hicache_mooncake.transfer.tcp import PeerConnection
 
 _CONNECTING_S = 0.5
 _SENDING_S = 0.2
 """A request is small: who does not take it within this time does not read."""
 _TURN_BYTES = 1 << 20
-"""From one node, before the others are looked at."""
+"""From one node, over all its lanes, before the others are looked at."""
+_AT_ONCE_S = 0.002
+"""Who began to read later than this after asking did something else first."""
 
 _fetch_ids = itertools.count(1)
 
@@ -81,11 +84,43 @@ class _Stream:
             self.wanted[0] = self.wanted[0][got:]
 
 
+class _Timing:
+    """How fast pages come from one node, where a load tells: all from this node, nothing else done meanwhile, and over
+    connections that stood before."""
+
+    def __init__(self) -> None:
+        self._first: Ask | None = None
+        self._began = 0.0
+        self._tells = True
+
+    def asked(self, ask: Ask, *, reused: bool) -> None:
+        if self._first is None:
+            self._first, self._began = ask, time.monotonic()
+        same = address_of(ask.peer) == address_of(self._first.peer) and ask.lanes <= self._first.lanes
+        self._tells = self._tells and same and reused
+
+    def reading(self) -> None:
+        self._tells = self._tells and time.monotonic() - self._began < _AT_ONCE_S
+
+    def ended(self, lanes: Lanes, size: int) -> None:
+        """`size` bytes came, and all that were asked for."""
+        if self._first is not None and self._tells:
+            lanes.loaded(self._first.peer, self._first.lanes, size, time.monotonic() - self._began)
+
+
 class RemoteReads:
     """The remote pages of one batch. `begin`, then `poke` whenever there is a moment, then `run`; `close` in any case."""
 
     def __init__(
-        self, peers: Peers, memory: EngineMemory, batch: Batch, landing: Landing, ok: bytearray, plan: FetchPlan, requester: str
+        self,
+        peers: Peers,
+        memory: EngineMemory,
+        batch: Batch,
+        landing: Landing,
+        ok: bytearray,
+        plan: FetchPlan,
+        requester: str,
+        lanes: Lanes,
     ) -> None:
         self._peers = peers
         self._memory = memory
@@ -94,6 +129,8 @@ class RemoteReads:
         self._ok = ok
         self._plan = plan
         self._requester = requester
+        self._lanes = lanes
+        self._timing = _Timing()
         self._streams: dict[int, _Stream] = {}
         self._connecting: dict[Connecting, Ask] = {}
         self._poll = select.poll()
@@ -113,9 +150,12 @@ class RemoteReads:
 
     def run(self) -> None:
         """Until every page is settled. Returns at the plan's deadline."""
+        self._timing.reading()
         while True:
             self.begin()
             if self._plan.done:
+                if not self._plan.reasons:
+                    self._timing.ended(self._lanes, self.received_bytes)
                 return
             if not self._streams and not self._connecting:
                 continue  # all that was begun has failed at once
@@ -150,6 +190,7 @@ class RemoteReads:
 
     def _start(self, ask: Ask) -> None:
         connection = self._peers.take(ask.peer)
+        self._timing.asked(ask, reused=connection is not None)
         if connection is not None:
             self._send(ask, connection, reused=True)
             return
@@ -196,7 +237,7 @@ class RemoteReads:
     def _turn(self, stream: _Stream, *, alone: bool) -> None:
         """Read what has come. With nobody else to look at, wait for all of it."""
         ask = stream.ask
-        turn_ends = stream.received + _TURN_BYTES
+        turn_ends = stream.received + _TURN_BYTES // ask.lanes
         try:
             while alone or stream.received < turn_ends:
                 while stream.wanted:

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.batch import Batch, Landing
 from hicache_mooncake.client.fetch import RemoteReads
+from hicache_mooncake.client.lanes import Lanes
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.client.remote import FetchPlan
 from hicache_mooncake.transfer.mapping import Mapping
@@ -44,10 +45,12 @@ _WAIT_SHARE = 0.5
 class Mover:
     """Carries out batches. One thread, no locks."""
 
-    def __init__(self, memory: EngineMemory, link: NodeLink, engine_pid: int) -> None:
+    def __init__(self, memory: EngineMemory, link: NodeLink, engine_pid: int, lanes: int = 0) -> None:
+        """`lanes`: as the setting."""
         self.memory = memory
         self._link = link
         self._peers = Peers()
+        self._lanes = Lanes(lanes)
         # A child that the engine forks holds the engine's end of our socket open: its end alone does not tell that it is gone.
         self._engine_pid = engine_pid
         self._engine: int | None = None
@@ -129,7 +132,7 @@ class Mover:
         segment = self._link.segment
         assert segment is not None
         self._peers.identify(self._link.data_key, self._link.node)
-        plan = FetchPlan(deadline)
+        plan = FetchPlan(deadline, lambda peer, count: self._lanes.of(peer, count * batch.body_bytes))
         local: list[tuple[int, int, int]] = []
         waiting: list[int] = []
         landing = Landing(segment, located.txn)
@@ -148,7 +151,7 @@ class Mover:
                 waiting.append(i)
             else:
                 reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
-        reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node)
+        reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node, self._lanes)
         try:
             # Peers that we are connected to start sending while the local pages are copied, and the others are connected to.
             reads.begin()
@@ -318,7 +321,7 @@ def serve(sock: socket.socket, role: str) -> None:
                     return
                 if mover is None:
                     link = NodeLink(job.socket_path, role, job.client, own_user=job.own_user)
-                    mover = Mover(memory, link, job.engine_pid)
+                    mover = Mover(memory, link, job.engine_pid, job.lanes)
                 mover.memory = memory
                 continue
             if mover is None or not isinstance(job, p.Transfer):

@@ -19,15 +19,18 @@ _PROBE_S = 0.5
 
 
 class Ask:
-    """Pages to be read from one node in one request. `left`: those of which it is not known yet what became of them."""
+    """Pages to be read from one node in one request, which has a connection to itself. `left`: those of which it is not known
+    yet what became of them."""
 
-    def __init__(self, peer: p.Peer, pages: Sequence[int], now: float, until: float, *, probe: bool) -> None:
+    def __init__(self, peer: p.Peer, pages: Sequence[int], now: float, until: float, *, probe: bool, lanes: int = 1) -> None:
         self.peer = peer
         self.pages = list(pages)
         self.asked_at = now
         self.until = until
         """When it is to be given up, at the latest."""
         self.probe = probe
+        self.lanes = lanes
+        """Of so many that were asked of this node at once, this is one."""
         self.left = dict.fromkeys(self.pages)
         self.blamed = False
 
@@ -37,16 +40,22 @@ class Ask:
         return len(self.left) < len(self.pages)
 
 
+def one_lane(_peer: p.Peer, _pages: int) -> int:
+    return 1
+
+
 class FetchPlan:
     """The pages of one batch that come from other nodes. Every page ends as arrived or under one reason in `reasons`.
+    `lanes` says how many Asks of one node may be under way at once for so many pages: they are split evenly between them.
 
     Use: `add` the pages, then until `done`: carry out what `next` says, report of each Ask `arrived` and `missed` pages and its
     end (`ended`, `again`), and end those that are `expired`. What is under way for a page must have been stopped, so that it
     cannot write any more, before its Ask is reported as ended.
     """
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, lanes: Callable[[p.Peer, int], int] = one_lane) -> None:
         self.deadline = deadline
+        self._lanes = lanes
         self.reasons: Counter[str] = Counter()
         self.blamed: list[str] = []
         """Nodes that failed, once a failure: they could not be reached, broke off, were silent, or sent damaged bytes."""
@@ -55,7 +64,8 @@ class FetchPlan:
         self._why: dict[int, str] = {}
         self._stayed: set[int] = set()
         self._waiting: dict[Address, list[int]] = {}
-        self._asks: dict[Address, Ask] = {}
+        self._asks: dict[Address, list[Ask]] = {}
+        """Those under way."""
 
     @property
     def done(self) -> bool:
@@ -69,7 +79,8 @@ class FetchPlan:
         self._queue(page)
 
     def next(self, now: float, admit: Callable[[p.Peer], Admission]) -> list[Ask]:
-        """What to ask now: at most one Ask a node is under way. Nodes that may not be tried are passed over."""
+        """What to ask now: as many Asks of a node as it has lanes. What is left waits until they have ended. Nodes that may not
+        be tried are passed over."""
         if self.deadline - now < LEAST_S:
             for pages in self._take_waiting():
                 for page in pages:
@@ -87,8 +98,8 @@ class FetchPlan:
                     for page in pages:
                         passed_over |= self._elsewhere(page, "peer_down", tried=False)
                     continue
-                ask, rest = self._make(peer, pages, now, probe=admission is Admission.PROBE)
-                asks.append(ask)
+                made, rest = self._make(peer, pages, now, probe=admission is Admission.PROBE)
+                asks += made
                 for page in rest:
                     if admission is Admission.PROBE and self._has_other(page):
                         passed_over |= self._elsewhere(page, "peer_down", tried=False)
@@ -98,10 +109,10 @@ class FetchPlan:
 
     def due(self) -> float | None:
         """When the next Ask is to be given up."""
-        return min((ask.until for ask in self._asks.values()), default=None)
+        return min((ask.until for asks in self._asks.values() for ask in asks), default=None)
 
     def expired(self, now: float) -> list[Ask]:
-        return [ask for ask in self._asks.values() if now >= ask.until]
+        return [ask for asks in self._asks.values() for ask in asks if now >= ask.until]
 
     def arrived(self, ask: Ask, page: int) -> None:
         """Whole, with the right checksum."""
@@ -118,8 +129,7 @@ class FetchPlan:
     def ended(self, ask: Ask, reason: str = "", *, blame: bool = False, stay: bool = False, final: bool = False) -> None:
         """No more comes of it. What is left is tried elsewhere; with `stay` (the node is slow, and not broken) pages that
         nobody else has are asked of it once more; with `final` there is no use in trying."""
-        if self._asks.get(address_of(ask.peer)) is ask:
-            del self._asks[address_of(ask.peer)]
+        self._forget(ask)
         if blame:
             self._blame(ask)
         left, ask.left = list(ask.left), {}
@@ -135,26 +145,41 @@ class FetchPlan:
 
     def again(self, ask: Ask) -> None:
         """The connection was stale, which says nothing about the node: what is left is asked of it once more."""
-        del self._asks[address_of(ask.peer)]
+        self._forget(ask)
         left, ask.left = list(ask.left), {}
         for page in left:
             self._queue(page)
 
     # ------------------------------------------------------------------ inside
 
-    def _make(self, peer: p.Peer, pages: list[int], now: float, *, probe: bool) -> tuple[Ask, list[int]]:
-        """The Ask, and those of the pages that are not in it."""
-        chosen, rest = pages[:_MAX_ASK_PAGES], pages[_MAX_ASK_PAGES:]
+    def _make(self, peer: p.Peer, pages: list[int], now: float, *, probe: bool) -> tuple[list[Ask], list[int]]:
+        """The Asks, a lane each, and those of the pages that are in none."""
         if probe:  # with a page that is lost otherwise, where there is one
-            chosen = [next((page for page in pages if not self._has_other(page)), pages[0])]
-            rest = [page for page in pages if page != chosen[0]]
-        until = self.deadline
-        if any(self._has_other(page) for page in chosen):
-            until = now + (self.deadline - now) / 2
-        if probe:
-            until = min(until, now + _PROBE_S)
-        ask = self._asks[address_of(peer)] = Ask(peer, chosen, now, until, probe=probe)
-        return ask, rest
+            chosen = next((page for page in pages if not self._has_other(page)), pages[0])
+            shares, rest = [[chosen]], [page for page in pages if page != chosen]
+        else:
+            lanes = max(1, min(self._lanes(peer, len(pages)), len(pages)))
+            size = min(-(-len(pages) // lanes), _MAX_ASK_PAGES)
+            shares = [pages[at : at + size] for at in range(0, min(size * lanes, len(pages)), size)]
+            rest = pages[size * lanes :]
+        asks: list[Ask] = []
+        for share in shares:
+            until = self.deadline
+            if any(self._has_other(page) for page in share):
+                until = now + (self.deadline - now) / 2
+            if probe:
+                until = min(until, now + _PROBE_S)
+            asks.append(Ask(peer, share, now, until, probe=probe, lanes=len(shares)))
+        self._asks[address_of(peer)] = list(asks)
+        return asks, rest
+
+    def _forget(self, ask: Ask) -> None:
+        """It is not under way any more."""
+        asks = self._asks.get(address_of(ask.peer), [])
+        if ask in asks:
+            asks.remove(ask)
+            if not asks:
+                del self._asks[address_of(ask.peer)]
 
     def _has_other(self, page: int) -> bool:
         return len(self._holders[page]) > 1
@@ -183,6 +208,9 @@ class FetchPlan:
         self.unsettled -= 1
 
     def _blame(self, ask: Ask) -> None:
+        """Lanes that fail together are one failure."""
         if not ask.blamed:
             ask.blamed = True
+            for other in self._asks.get(address_of(ask.peer), ()):
+                other.blamed = True
             self.blamed.append(ask.peer.node)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, Admission, Breaker
+from hicache_mooncake.config_values import MAX_LANES
 from hicache_mooncake.transfer.tcp import PeerConnection
 
 _BREAKER_FIRST_S, _BREAKER_MAX_S = 0.5, 8.0
@@ -20,6 +21,7 @@ _MAX_IDLE = 512
 _IDLE_S = 300.0
 """The other end closes after twice as long."""
 _MAX_CONNECTING = 64
+_MAX_IDLE_EACH = MAX_LANES
 
 Address = tuple[str, str, int]
 
@@ -45,7 +47,7 @@ class Connecting:
 
 
 class Peers:
-    """Idle connections to other nodes' data ports, one each, and a breaker each.
+    """Idle connections to other nodes' data ports, as many each as were used at once, and a breaker each.
 
     A connection that is in use is its user's: `keep` gives it back. One user's thread; connecting goes on beside it, so that
     many dead peers cost no more than one.
@@ -53,8 +55,10 @@ class Peers:
 
     def __init__(self, connect: Callable[..., PeerConnection] = PeerConnection) -> None:
         self._connect = connect
-        self._idle: dict[Address, tuple[PeerConnection, float]] = {}
-        """Longest idle first."""
+        self._idle: dict[PeerConnection, float] = {}
+        """Since when; longest idle first."""
+        self._of: dict[Address, list[PeerConnection]] = {}
+        """The same by node."""
         self._breakers: dict[Address, Breaker] = {}
         self._data_key = b""
         self._requester = ""
@@ -73,31 +77,47 @@ class Peers:
     # ------------------------------------------------------------------ connections
 
     def take(self, peer: p.Peer) -> PeerConnection | None:
-        """The idle connection to this peer, if there is one that still stands."""
-        connection, _ = self._idle.pop(address_of(peer), (None, 0.0))
-        if connection is not None and peer_closed(connection.sock):
+        """An idle connection to this peer, if there is one that still stands: the one used last, so that those that are too
+        many grow old."""
+        idle = self._of.get(address_of(peer), [])
+        while idle:
+            connection = idle[-1]
+            self._drop(connection)
+            if not peer_closed(connection.sock):
+                return connection
             connection.close()
-            return None
-        return connection
+        return None
 
     def keep(self, connection: PeerConnection) -> None:
         """It is idle: nothing more comes on it until it is asked. Closes the oldest of too many, and those idle for long."""
         now = time.monotonic()
-        former = self._idle.pop(address_of(connection.peer), None)
-        if former is not None:
-            former[0].close()
-        self._idle[address_of(connection.peer)] = (connection, now)
+        self._idle[connection] = now
+        same = self._of.setdefault(address_of(connection.peer), [])
+        same.append(connection)
+        if len(same) > _MAX_IDLE_EACH:
+            oldest = same[0]
+            self._drop(oldest)
+            oldest.close()
         too_many = max(0, len(self._idle) - _MAX_IDLE)
         old = 0
-        for _, since in self._idle.values():
+        for since in self._idle.values():
             if now - since < _IDLE_S:
                 break
             old += 1
         self._close_idle(max(too_many, old))
 
     def _close_idle(self, count: int) -> None:
-        for address in list(self._idle)[:count]:
-            self._idle.pop(address)[0].close()
+        for connection in list(self._idle)[:count]:
+            self._drop(connection)
+            connection.close()
+
+    def _drop(self, connection: PeerConnection) -> None:
+        """It is not idle any more."""
+        del self._idle[connection]
+        same = self._of[address_of(connection.peer)]
+        same.remove(connection)
+        if not same:
+            del self._of[address_of(connection.peer)]
 
     def connect(self, peer: p.Peer, deadline: float) -> Connecting:
         """Begin to connect; what comes of it is announced by `fileno` and told by `connected`."""

@@ -134,7 +134,7 @@ class Directory:
 class Reader:
     """A mover over memory of its own, asked for batches in this thread."""
 
-    def __init__(self, pages: int = 64, page_bytes: int = PAGE) -> None:
+    def __init__(self, pages: int = 64, page_bytes: int = PAGE, lanes: int = 0) -> None:
         self.page_bytes = page_bytes
         self._fd = create_memfd("engine", pages * page_bytes)
         self.view = Mapping(self._fd, pages * page_bytes, writable=True)
@@ -142,7 +142,7 @@ class Reader:
         self._run = p.Run(base, page_bytes, page_bytes)
         self.directory = Directory()
         memory = MappedMemory([p.Region(base, pages * page_bytes, 0)], [self._fd])
-        self.mover = Mover(memory, self.directory, os.getpid())  # type: ignore[arg-type]
+        self.mover = Mover(memory, self.directory, os.getpid(), lanes)  # type: ignore[arg-type]
 
     def place(self, pages: Sequence[bytes], *holders: PageServer | p.Peer) -> None:
         peers = [holder.peer if isinstance(holder, PageServer) else holder for holder in holders]
