@@ -1,0 +1,178 @@
+"""A peer's memory on the same host, as it is copied to and from: mapped, or reached by system call."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from hicache_mooncake.transfer.batches import Fenced
+from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.transport import Op, Piece, TransportError
+
+_SHORT = 64 << 10
+"""A copy of up to this length keeps the interpreter lock: beside a busy thread getting it back takes far longer."""
+
+_memmove = ctypes.PyDLL(None).memmove
+_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memmove.restype = ctypes.c_void_p
+_libc = ctypes.CDLL(None, use_errno=True)
+_long_memmove = _libc.memmove
+_long_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_long_memmove.restype = ctypes.c_void_p
+_process_vm = {"read": _libc.process_vm_readv, "write": _libc.process_vm_writev}
+for _function in _process_vm.values():
+    _function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    _function.restype = ctypes.c_ssize_t
+
+
+class Place(Fenced):
+    """A stretch of the peer's memory that was learned. Who copies holds it; once it has ended and is quiet, `close` it."""
+
+    def __init__(self, number: int, address: int, length: int) -> None:
+        super().__init__()
+        self.number, self.address, self.length = number, address, length
+        self.ready = False
+
+    def holds(self, piece: Piece) -> bool:
+        return self.address <= piece.remote and piece.remote + piece.length <= self.address + self.length
+
+    def copy(self, op: Op, pieces: Sequence[Piece]) -> None:
+        """Held. Raises TransportError."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nobody holds it any more."""
+
+
+class MappedPlace(Place):
+    _mapping: Mapping | None = None
+    _shift = 0
+    """From an address of the peer's to the same byte's here."""
+
+    def map(self, fd: int, fd_offset: int) -> None:
+        """Map the peer's descriptor, which stays the caller's. Raises TransportError."""
+        try:
+            status = os.fstat(fd)
+            if fd_offset < 0 or fd_offset + self.length > status.st_size:
+                raise OSError(errno.EINVAL, f"its descriptor has {status.st_size} bytes")
+            page = max(status.st_blksize, 4096)  # whole pages, of the size that the file has them
+            start = fd_offset - fd_offset % page
+            end = -(-(fd_offset + self.length) // page) * page
+            self._mapping = Mapping(fd, end - start, offset=start, writable=True)
+        except OSError as error:
+            raise TransportError("memory", f"{self.length} bytes of a peer's memory cannot be mapped: {error}") from error
+        self._shift = self._mapping.address + fd_offset - start - self.address
+        self.ready = True
+        self._mapping.populate_in_background(fd_offset - start + self.length)
+
+    def copy(self, op: Op, pieces: Sequence[Piece]) -> None:
+        shift = self._shift
+        for here, there, length in pieces:
+            move = _memmove if length <= _SHORT else _long_memmove
+            if op == "read":
+                move(here, there + shift, length)
+            else:
+                move(there + shift, here, length)
+
+    def close(self) -> None:
+        if self._mapping is not None:
+            self._mapping.close()
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class ProcessPlace(Place):
+    """Reached by process_vm_readv and process_vm_writev."""
+
+    def __init__(self, number: int, address: int, length: int, pid: int, pidfd: int) -> None:
+        super().__init__(number, address, length)
+        self._pid, self._pidfd = pid, pidfd
+
+    def probe(self) -> None:
+        """Try it on a byte. Raises TransportError."""
+        if not self._pid:
+            raise TransportError(
+                "memory",
+                "the peer's memory is no memfd, and its process is not seen from here (another pid namespace): share memfds, "
+                "let the containers share their pid namespace, or use another transport",
+            )
+        byte = ctypes.c_ubyte()
+        self.copy("read", [Piece(ctypes.addressof(byte), self.address, 1)])
+        self.ready = True
+
+    def copy(self, op: Op, pieces: Sequence[Piece]) -> None:
+        if process_ended(self._pidfd):  # and its number may be another's by now
+            raise TransportError("peer", f"process {self._pid} has ended")
+        count, total = len(pieces), sum(piece.length for piece in pieces)
+        here = (_IoVec * count)(*[_IoVec(piece.local, piece.length) for piece in pieces])
+        there = (_IoVec * count)(*[_IoVec(piece.remote, piece.length) for piece in pieces])
+        moved = _process_vm[op](self._pid, ctypes.addressof(here), count, ctypes.addressof(there), count, 0)
+        if moved == total:
+            return
+        error = ctypes.get_errno() if moved < 0 else errno.EFAULT
+        if error in (errno.EPERM, errno.ENOSYS):
+            raise TransportError(
+                "memory",
+                f"the peer's memory is no memfd, and process {self._pid} may not be reached into ({os.strerror(error)}): share "
+                "memfds, run both as one user, without Yama's ptrace_scope and with process_vm allowed by seccomp, or use "
+                "another transport",
+            )
+        if error == errno.ESRCH:
+            raise TransportError("peer", f"process {self._pid} has ended")
+        raise TransportError("memory", f"{op} of {total} bytes: {os.strerror(error)}")
+
+
+def process_ended(pidfd: int) -> bool:
+    """With all its threads."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+class Copier:
+    """Threads that copy for links. They start when there is something to copy."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._cond = threading.Condition()
+        self._queue: deque[Callable[[], bool]] = deque()
+        self._started: list[threading.Thread] = []
+        self._closed = False
+
+    def put(self, turn: Callable[[], bool]) -> None:
+        """Call `turn`, which takes a short time, on all threads until it says that there is nothing to do."""
+        with self._cond:
+            self._queue.extend([turn] * self.threads)
+            while len(self._started) < self.threads and not self._closed:
+                thread = threading.Thread(target=self._work, name="shm-copy", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads: then whoever waits for a batch copies it
+                    thread.start()
+                self._started.append(thread)
+            self._cond.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._cond:
+                self._cond.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                turn = self._queue.popleft()
+            if turn():
+                with self._cond:
+                    self._queue.append(turn)
+
+    def close(self) -> None:
+        with self._cond:
+            self._closed = True
+            self._cond.notify_all()
+        for thread in self._started:
+            if thread.is_alive():
+                thread.join()

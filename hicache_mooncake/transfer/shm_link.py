@@ -1,0 +1,464 @@
+"""One end of a link through shared memory: the messages on its channel, the peer's memory, and who stops copying when."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hicache_mooncake.protocol import Message, ProtocolError, decoder
+from hicache_mooncake.transfer.batches import Batch, Batches, Fenced, Inbox, check_pieces
+from hicache_mooncake.transfer.shm_copy import MappedPlace, Place, ProcessPlace, process_ended
+from hicache_mooncake.transfer.transport import (
+    MAX_NOTICE_BYTES,
+    Extents,
+    Link,
+    Op,
+    Pending,
+    Piece,
+    TransportError,
+)
+from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
+
+if TYPE_CHECKING:
+    from hicache_mooncake.transfer.shm import ShmTransport
+
+STEP_BYTES = 4 << 20
+"""Copied before a cancel, a deadline or a close is heard."""
+FENCE_S = 3.0
+"""How long a peer may take to say that it has stopped. It has a step to finish, which takes milliseconds."""
+MAX_REGIONS = 4096
+TOKEN = struct.Struct("<4sQ")
+MAPPED, PROCESS = b"map1", b"pid1"
+_ANSWER_S = 10.0
+"""How long a peer may leave what is sent to it unread."""
+_TELL_S = 1.0
+"""The same, while somebody waits."""
+_LOOK_S = 0.1
+_UNBOUNDED = 1 << 62
+"""Bytes under way: a step for each thread that copies."""
+_INLINE_BYTES = 1 << 20
+"""A batch of up to this size is copied by whoever submits it: to wake another thread costs as much."""
+
+
+class _Want(Message):
+    """The region of this id, which the peer was told of."""
+
+    id: int
+
+
+class _Memory(Message):
+    """The answer to Want; the descriptor, if it has one, rides on the frame."""
+
+    id: int
+    valid: bool
+    fd_offset: int = 0
+
+
+class _Revoke(Message):
+    """Do not touch this region any more, and say so."""
+
+    id: int
+
+
+class _Revoked(Message):
+    id: int
+
+
+class _Notice(Message):
+    body: bytes
+
+
+_ToPeer = _Want | _Memory | _Revoke | _Revoked | _Notice
+_decoder = decoder(_ToPeer)
+
+
+class ShmLink(Link):
+    """A thread of its own reads what the peer says."""
+
+    def __init__(self, transport: ShmTransport, channel: socket.socket, pid: int) -> None:
+        self.pid = pid
+        """Of the peer as this process sees it; 0 if it cannot."""
+        self._transport = transport
+        self._channel = channel
+        self._wire = Wire(channel)
+        self._pidfd = -1
+        if pid:
+            try:
+                self._pidfd = os.pidfd_open(pid)
+            except OSError as error:
+                raise TransportError("peer", f"process {pid} at the other end is gone: {error.strerror}") from error
+        self._batches = Batches(_UNBOUNDED, lambda: None, turn_bytes=STEP_BYTES)
+        self._copying = Fenced()
+        """Held by whoever copies."""
+        self._inbox = Inbox()
+        self._sending = threading.Lock()
+        self._cond = threading.Condition()
+        # What follows is guarded by _cond's lock.
+        self._learned = Extents()
+        self._places: dict[int, Place] = {}
+        self._given: set[int] = set()
+        """Ids of own regions that the peer may reach."""
+        self._peer_stopped = False
+        """It said that it touches nothing any more, or it is gone."""
+        self._closed = False
+        self._reader = threading.Thread(target=self._read, name="shm-link", daemon=True)
+
+    def start(self) -> None:
+        try:
+            self._reader.start()
+        except RuntimeError as error:
+            raise TransportError("memory", f"no thread for a link: {error}; raise the limit of threads (ulimit -u)") from error
+
+    def abandon(self) -> None:
+        """It never started."""
+        self._wire.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+    # ---- the contract
+
+    def learn(self, address: int, length: int, token: bytes) -> None:
+        try:
+            kind, number = TOKEN.unpack(token)
+        except struct.error:
+            kind, number = b"", 0
+        place: Place
+        if kind == MAPPED:
+            place = MappedPlace(number, address, length)
+        elif kind == PROCESS:
+            place = ProcessPlace(number, address, length, self.pid, self._pidfd)
+        else:
+            raise TransportError("bounds", f"a token of {len(token)} bytes that is none of shared memory's")
+        with self._cond:
+            self._check_alive()
+            if len(self._places) >= MAX_REGIONS:
+                raise TransportError(
+                    "memory", f"{MAX_REGIONS} stretches of a peer's memory are known: it must share larger ones"
+                )
+            self._learned.add(address, length, token)
+            former = [old for old in self._places.values() if old.address == address]
+            self._places[number] = place
+        for old in former:
+            if old.number != number:
+                self._drop(old)
+        self._tell(_Want(number), time.monotonic() + _ANSWER_S)
+
+    def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
+        self._check_alive()
+        check_pieces(pieces, self._transport.extents, self._learned)
+        self._await_places(pieces, deadline)
+        batch = self._batches.admit(op, pieces, deadline)
+        if batch.total <= _INLINE_BYTES:
+            self.help(batch)
+        else:
+            self._transport.copier.put(self.turn)
+        return _ShmPending(self, batch)
+
+    def notify(self, message: bytes, deadline: float) -> None:
+        if len(message) > MAX_NOTICE_BYTES:
+            raise TransportError("bounds", f"a notice of {len(message)} bytes: at most {MAX_NOTICE_BYTES} are allowed")
+        self._check_alive()
+        if not self._tell(_Notice(message), deadline):
+            self._check_alive()
+
+    def notices(self) -> list[bytes]:
+        return self._inbox.take()
+
+    @property
+    def alive(self) -> bool:
+        return not self._copying.ended
+
+    def close(self, until: float | None = None) -> None:
+        """May be called again after it has failed, and then waits again. `until`: of the fence."""
+        self.stop()
+        until = time.monotonic() + FENCE_S if until is None else until
+        if not self._wait(lambda: self._peer_stopped, until):
+            raise TransportError(
+                "peer",
+                f"process {self.pid} did not confirm within {FENCE_S:g} s that it has stopped copying: is it stopped? Do not "
+                "use what it may write to before it has ended",
+            )
+        with self._cond:
+            if self._closed:
+                return
+            self._closed = True
+        self._wire.shutdown()
+        self._reader.join()
+        self._wire.close()
+        with self._cond:
+            places, self._places = list(self._places.values()), {}
+        for place in places:
+            self._drop(place)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._transport.forget(self)
+
+    # ---- copying
+
+    def turn(self) -> bool:
+        """Copy some bytes of a batch. False when there is nothing to do."""
+        return self._turn("read") or self._turn("write")
+
+    def _turn(self, op: Op) -> bool:
+        turn = self._batches.cut(op)
+        if turn is None:
+            return False
+        problem = self._copying.error
+        if self._copying.hold():
+            try:
+                if turn.batch.hold():
+                    try:
+                        problem = self._move(op, turn.pieces)
+                    finally:
+                        turn.batch.release()
+            finally:
+                self._copying.release()
+        if problem is None and not turn.batch.ended:
+            self._batches.landed(turn)
+        else:
+            self._batches.lost(turn, problem)
+        return True
+
+    def _move(self, op: Op, pieces: Sequence[Piece]) -> TransportError | None:
+        at = 0
+        while at < len(pieces):
+            place = self._place_of(pieces[at])
+            last = at + 1
+            while place is not None and last < len(pieces) and place.holds(pieces[last]):
+                last += 1
+            if place is None or not place.hold():
+                return TransportError("bounds", f"the peer has taken back its memory at {pieces[at].remote:#x}")
+            try:
+                place.copy(op, pieces[at:last])
+            except TransportError as error:
+                return error
+            finally:
+                place.release()
+            at = last
+        return None
+
+    def help(self, batch: Batch) -> None:
+        """Copy until it has no bytes left to take."""
+        while batch.uncut and self._turn(batch.op):
+            pass
+
+    def _place_of(self, piece: Piece) -> Place | None:
+        with self._cond:
+            try:
+                token = self._learned.find(piece.remote, piece.length)[2]
+            except TransportError:
+                return None
+            return self._places.get(TOKEN.unpack(token)[1])
+
+    def _await_places(self, pieces: Sequence[Piece], deadline: float) -> None:
+        """Until the peer has given the memory in which these lie."""
+        place: Place | None = None
+        for piece in pieces:
+            if not piece.length or (place is not None and place.holds(piece)):
+                continue
+            place = self._place_of(piece)
+            with self._cond:
+                while place is not None and not place.ready and not place.ended and self.alive:
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        raise TransportError("deadline", "the peer did not give its memory before the deadline")
+                    self._cond.wait(min(left, threading.TIMEOUT_MAX))
+            self._check_alive()
+            if place is None:
+                raise TransportError("bounds", f"the peer has taken back its memory at {piece.remote:#x}")
+            if place.error is not None:
+                raise TransportError(place.error.reason, str(place.error))
+
+    # ---- ending
+
+    def stop(self) -> None:
+        """Ends what is under way here, and asks the peer for the same. Does not wait for the peer."""
+        self.end("closed", "this link was closed")
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+
+    def end(self, reason: str, detail: str) -> None:
+        """Nothing is copied here any more when this returns. The first reason counts."""
+        self._give_up(reason, detail)
+        self._copying.wait_quiet(threading.TIMEOUT_MAX)
+
+    def _give_up(self, reason: str, detail: str) -> None:
+        """The same, without waiting for copies that are under way."""
+        error = TransportError(reason, detail)
+        self._copying.end(error)
+        self._batches.close(self._copying.error or error)
+        with self._cond:
+            self._cond.notify_all()
+
+    def _check_alive(self) -> None:
+        error = self._copying.error
+        if error is not None:
+            raise TransportError(error.reason, str(error))
+
+    def _wait(self, met: Callable[[], bool], until: float) -> bool:
+        """Until it is met, the peer's end included, or the time has come."""
+        with self._cond:
+            while not met():
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                self._cond.wait(min(left, _LOOK_S))
+                # The channel says so too, unless somebody else has inherited the peer's end of it.
+                if not self._closed and self._pidfd >= 0 and process_ended(self._pidfd):
+                    self._peer_stopped = True
+        return True
+
+    # ---- memory
+
+    def _drop(self, place: Place) -> None:
+        """Nobody copies from or to it any more when this returns."""
+        place.end(TransportError("bounds", f"the peer has taken back its memory at {place.address:#x}"))
+        place.wait_quiet(threading.TIMEOUT_MAX)
+        place.close()
+        with self._cond:
+            if self._places.get(place.number) is place:
+                del self._places[place.number]
+            self._cond.notify_all()
+
+    def ask_to_forget(self, number: int) -> bool:
+        """Whether the peer has to confirm that it does not touch this region of ours any more."""
+        with self._cond:
+            if number not in self._given or self._peer_stopped:
+                return False
+        self._tell(_Revoke(number), time.monotonic() + _TELL_S)
+        return True
+
+    def forgotten(self, number: int, until: float) -> bool:
+        return self._wait(lambda: number not in self._given or self._peer_stopped, until)
+
+    # ---- the channel
+
+    def _tell(self, message: Message, deadline: float, fds: Sequence[int] = ()) -> bool:
+        """False when the link has ended for it."""
+        try:
+            with self._sending:
+                self._wire.send(message, fds, deadline)
+        except WireTimeout:
+            # The stream may be in the middle of a frame.
+            self._give_up("peer", f"process {self.pid} does not read what it is sent: is it stopped?")
+        except (WireClosed, OSError):
+            self._give_up("peer", f"process {self.pid} has closed the link")
+        else:
+            return True
+        return False
+
+    def _read(self) -> None:
+        """Each end shuts its side of the channel down when it has stopped copying, and stops when it sees the other's end."""
+        detail = f"process {self.pid} has closed the link"
+        try:
+            while True:
+                self._handle(self._wire.receive(_decoder))
+        except ProtocolError as error:
+            detail = f"process {self.pid} broke the protocol of shared memory: {error}"
+        except (WireClosed, OSError):
+            pass
+        self.end("peer", detail)
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)
+            while self._channel.recv(1 << 16):
+                pass
+        with self._cond:
+            self._peer_stopped = True
+            self._cond.notify_all()
+
+    def _handle(self, message: _ToPeer) -> None:
+        match message:
+            case _Notice():
+                if not self._inbox.put(message.body):
+                    self.end("peer", "too many notices of the peer were not looked at")
+            case _Want():
+                self._give(message.id)
+            case _Memory():
+                self._received(message)
+            case _Revoke():
+                with self._cond:
+                    place = self._places.get(message.id)
+                    if place is not None:
+                        self._learned.remove(place.address)
+                if place is not None:
+                    self._drop(place)
+                self._tell(_Revoked(message.id), time.monotonic() + _ANSWER_S)
+            case _Revoked():
+                with self._cond:
+                    self._given.discard(message.id)
+                    self._cond.notify_all()
+
+    def _give(self, number: int) -> None:
+        with self._cond:
+            self._given.add(number)
+        # From here on an unregister asks this link to forget it.
+        own = self._transport.own(number)
+        until = time.monotonic() + _ANSWER_S
+        if own is None:
+            with self._cond:
+                self._given.discard(number)
+                self._cond.notify_all()
+            self._tell(_Memory(number, False), until)
+        elif own.fd < 0:
+            self._tell(_Memory(number, True), until)
+        else:
+            self._tell(_Memory(number, True, own.fd_offset), until, (own.fd,))
+
+    def _received(self, message: _Memory) -> None:
+        fds = self._wire.take_fds()
+        try:
+            with self._cond:
+                place = self._places.get(message.id)
+            if place is None or place.ready or not place.hold():
+                return
+            try:
+                if not message.valid:
+                    raise TransportError("bounds", f"the peer has no memory registered at {place.address:#x} by this token")
+                if isinstance(place, MappedPlace) and len(fds) == 1:
+                    place.map(fds[0], message.fd_offset)
+                elif isinstance(place, ProcessPlace) and not fds:
+                    place.probe()
+                else:
+                    raise TransportError("peer", f"the peer gave {len(fds)} descriptors of memory at {place.address:#x}")
+            except TransportError as error:
+                place.end(error)
+            finally:
+                place.release()
+            with self._cond:
+                self._cond.notify_all()
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    @property
+    def mapped_bytes(self) -> int:
+        with self._cond:
+            return sum(place.length for place in self._places.values() if isinstance(place, MappedPlace) and place.ready)
+
+    @property
+    def copied_bytes(self) -> int:
+        return self._batches.moved("read") + self._batches.moved("write")
+
+
+class _ShmPending(Pending):
+    """Whoever waits copies, too."""
+
+    def __init__(self, link: ShmLink, batch: Batch) -> None:
+        self._link, self._batch = link, batch
+
+    @property
+    def done(self) -> bool:
+        return self._batch.done
+
+    def wait(self) -> None:
+        self._link.help(self._batch)
+        self._batch.wait()
+
+    def cancel(self) -> None:
+        self._batch.cancel()
