@@ -34,6 +34,11 @@ class Backoff:
     def due(self) -> bool:
         return self._clock() >= self._at
 
+    @property
+    def at(self) -> float:
+        """When the next try is due, by the clock."""
+        return self._at
+
     def failed(self, at_least_s: float = 0.0) -> None:
         self._pause_s = min(max(self._pause_s * 2, self._first_s, at_least_s), self._most_s)
         self._at = self._clock() + self._pause_s * self._rng.uniform(0.8, 1.2)

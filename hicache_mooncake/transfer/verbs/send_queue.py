@@ -1,0 +1,144 @@
+"""One life of a rail on this side: its queue pair, its completion queue, and what is posted and not known to be done."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hicache_mooncake.transfer.transport import Op
+from hicache_mooncake.transfer.verbs.api import Completion, Device, Qp, Status, VerbsError, Work
+from hicache_mooncake.transfer.verbs.slices import Limits, Request
+
+MAX_WORKS = 256
+SIGNAL_EVERY, SIGNAL_BYTES = 16, 1 << 20
+"""A completion costs an event and a turn of the thread: one is asked for after so many works or bytes, and at the end."""
+_POLL = 64
+
+
+class Load:
+    """What moves together and is accounted together, as a link sees it: `out` of its requests are posted."""
+
+    __slots__ = ("out",)
+
+    def __init__(self) -> None:
+        self.out = 0
+
+
+class Sent(NamedTuple):
+    op: Op
+    request: Request
+    load: Load
+
+
+class Outcome(NamedTuple):
+    """Of a poll. `failure`: the completion by which the queue pair is in the error state; `culprit`: the work that brought it
+    there by its own addresses or keys, if one did."""
+
+    done: list[Sent]
+    failure: Completion | None = None
+    culprit: Sent | None = None
+
+
+_EARNED = {int(Status.LOC_LEN_ERR), int(Status.LOC_PROT_ERR), int(Status.REM_ACCESS_ERR)}
+
+
+class SendQueue:
+    """Not thread-safe. Owns the queue pair and a completion queue for it alone, which cannot overflow, and has nothing of a
+    former life in it."""
+
+    def __init__(self, device: Device, port: int, max_works: int = MAX_WORKS) -> None:
+        """Raises VerbsError. A device need not do all at once that it can do at most: what it refuses is tried smaller."""
+        info = device.info
+        self.max_works = max(1, min(max_works, info.max_qp_wr or max_works, (info.max_cqe or max_works + 1) - 1))
+        max_sge = max(1, min(info.max_sge, 30))
+        self.cq = device.completions(self.max_works + 1)
+        try:
+            while True:
+                try:
+                    self.qp: Qp = device.queue_pair(self.cq, port, self.max_works, max_sge)
+                    break
+                except VerbsError:
+                    if self.max_works <= 16 and max_sge <= 2:
+                        raise
+                    self.max_works, max_sge = max(self.max_works // 2, 16), max(max_sge // 2, 2)
+            self.qp.init()
+            self.limits = Limits(max_sge, max(device.port(port).max_msg_sz, 1))
+        except VerbsError:
+            with contextlib.suppress(VerbsError):
+                self.cq.close()
+            raise
+        self.armed = False
+        self._sent: deque[tuple[int, Sent]] = deque()
+        self._next = 0
+
+    @property
+    def room(self) -> int:
+        """How many works can be posted."""
+        return self.max_works - len(self._sent)
+
+    @property
+    def idle(self) -> bool:
+        return not self._sent
+
+    @property
+    def outstanding(self) -> list[Sent]:
+        return [sent for _, sent in self._sent]
+
+    def post(self, batch: Sequence[Sent]) -> None:
+        """At most `room` of them, as one list. Raises VerbsError; they count as posted then as well."""
+        works = []
+        last, since, size = len(batch) - 1, 0, 0
+        for index, sent in enumerate(batch):
+            since, size = since + 1, size + sent.request.length
+            signaled = index == last or since >= SIGNAL_EVERY or size >= SIGNAL_BYTES
+            if signaled:
+                since = size = 0
+            request = sent.request
+            works.append(Work(sent.op, request.local, request.remote, request.rkey, self._next, signaled))
+            self._sent.append((self._next, sent))
+            sent.load.out += 1
+            self._next += 1
+        if not self.armed:
+            self.arm()
+        self.qp.post(works)
+
+    def arm(self) -> None:
+        """The completion queue's descriptor becomes readable at the next completion."""
+        self.cq.arm()
+        self.armed = True
+
+    def poll(self) -> Outcome:
+        """What has been completed, in order. A completion stands for all works before it. Raises VerbsError when the completion
+        queue is broken."""
+        done: list[Sent] = []
+        while completions := self.cq.poll(_POLL):
+            for completion in completions:
+                if completion.status:
+                    return Outcome(done, completion, self._culprit(completion))
+                while self._sent and self._sent[0][0] <= completion.wr_id:
+                    sent = self._sent.popleft()[1]
+                    sent.load.out -= 1
+                    done.append(sent)
+            if len(completions) < _POLL:
+                break
+        return Outcome(done)
+
+    def _culprit(self, completion: Completion) -> Sent | None:
+        if completion.status not in _EARNED:
+            return None
+        return next((sent for number, sent in self._sent if number == completion.wr_id), None)
+
+    def close(self) -> list[Sent]:
+        """The fence. Returns what was posted and is not known to be done. Raises VerbsError when the queue pair cannot be
+        destroyed."""
+        self.qp.close()
+        # The queue pair is gone, and with it every byte: what is left of the completion queue is only memory.
+        with contextlib.suppress(VerbsError):
+            self.cq.close()
+        left = self.outstanding
+        for sent in left:
+            sent.load.out -= 1
+        self._sent.clear()
+        return left
