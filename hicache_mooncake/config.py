@@ -41,8 +41,11 @@ from hicache_mooncake.config_values import (
     display,
     is_loopback,
     is_remote_master,
+    is_wildcard,
     join_address,
+    master_addresses,
     parse_bool,
+    parse_mooncake_devices,
     parse_size,
     parse_text,
     split_address,
@@ -251,7 +254,8 @@ class _Loader:
             if name in MOONCAKE_BY_ENV:
                 self.add_mooncake(layer, MOONCAKE_BY_ENV[name], name, name, raw)
             elif name.startswith("MOONCAKE_") and not KUBERNETES.fullmatch(name):
-                guess = _closest(name.removeprefix("MOONCAKE_"), [env.removeprefix("MOONCAKE_") for env in MOONCAKE_BY_ENV])
+                known = [env.removeprefix("MOONCAKE_") for env in MOONCAKE_BY_ENV if env.startswith("MOONCAKE_")]
+                guess = _closest(name.removeprefix("MOONCAKE_"), known)
                 self.notices.append(
                     f"{name} has no meaning here, ignored" + (f"; did you mean MOONCAKE_{guess}?" if guess else "")
                 )
@@ -293,6 +297,10 @@ class _Loader:
             return
         if setting.meaning_id in BY_ATTRIBUTE:
             layer.add(BY_ATTRIBUTE[setting.meaning_id], name, origin, raw)
+        elif setting.meaning_id == "device_name":
+            self.add_devices(layer, name, origin, text)
+        elif setting.meaning_id == "force_tcp" and text.lower() not in setting.nothing:
+            layer.add(BY_ATTRIBUTE["transport"], name, origin, "tcp")
         elif setting.meaning_id == "local_hostname":
             self.add_local_hostname(name, origin, raw)
         elif setting.meaning_id == "standalone_storage":
@@ -301,6 +309,13 @@ class _Loader:
             self.add_client_address(layer, name, origin, raw)
         elif text.lower() not in setting.nothing:
             self.notices.append(f"{origin} = {raw!r}: {setting.here}")
+
+    def add_devices(self, layer: Layer, name: str, origin: str, text: str) -> None:
+        try:
+            devices = parse_mooncake_devices(text)
+        except ValueError as error:
+            raise ConfigError(name, origin, text, str(error)) from None
+        layer.add(BY_ATTRIBUTE["rdma_devices"], name, origin, devices)
 
     def add_standalone(self, layer: Layer, name: str, origin: str, raw: object) -> None:
         try:
@@ -368,7 +383,9 @@ class _Loader:
             values["dram_bytes"] = default_dram_bytes(available_memory_bytes())
         elif values["node"] == "embedded":
             self._check_dram(given["dram_bytes"])
+        self._check_tls(given, values)
         if values["node"] == "embedded":
+            self._resolve_interface(given, values, sources)
             self._resolve_listen(given, values, sources)
             self._check_key(given, values, sources)
         settings = Settings(sources=sources, **values)  # type: ignore[arg-type]
@@ -419,6 +436,62 @@ class _Loader:
         if size < MIN_DRAM_BYTES:
             raise ConfigError(given.name, given.origin, given.raw, f"is {size} bytes, less than 1 MiB: add a unit, such as 4gb")
 
+    def _check_tls(self, given: Mapping[str, Given], values: Mapping[str, object]) -> None:
+        """All three or none of them; and no way around it for a node of ours."""
+        files = [given[name] for name in ("tls_cert", "tls_key", "tls_ca") if name in given and given[name].value]
+        if not files:
+            return
+        missing = [name for name in ("tls_cert", "tls_key", "tls_ca") if name not in given or not given[name].value]
+        if missing:
+            item = files[0]
+            raise ConfigError(
+                item.name,
+                item.origin,
+                item.raw,
+                f"TLS needs {' and '.join(missing)} as well: a certificate, its key, and the authority that signed those of "
+                "all nodes",
+            )
+        transport = given.get("transport")
+        if values["node"] == "embedded" and transport is not None and transport.value not in ("auto", "tcp"):
+            raise ConfigError(
+                transport.name,
+                transport.origin,
+                transport.raw,
+                f"bytes over this transport are not encrypted, and TLS is asked for ({files[0].name}): leave transport out, "
+                "which means tcp then, or leave out TLS",
+            )
+
+    def _resolve_interface(self, given: dict[str, Given], values: dict[str, object], sources: dict[str, str]) -> None:
+        """Where to listen, from the interface. What it says of the address to advertise counts more than the host's name."""
+        item = given.get("interface")
+        if item is None or not item.value:
+            return
+        from hicache_mooncake.transfer import addresses
+
+        try:
+            table = addresses.table()
+            address = addresses.of_interface(str(item.value), table)
+        except ValueError as error:
+            raise ConfigError(item.name, item.origin, item.raw, str(error)) from None
+        port = 0
+        listen = given.get("listen")
+        if listen is not None:
+            host, port = split_address(str(listen.value))
+            if not is_wildcard(host):
+                if addresses.owner(host, table) != item.value:
+                    self.notices.append(
+                        f"{item.origin} = {item.raw!r}: not used, since listen = {listen.raw!r} (from {listen.origin}) names "
+                        "an address"
+                    )
+                return
+        origin = f"{item.origin} = {item.raw}"
+        values["listen"], sources["listen"] = join_address(address, port), origin
+        given["listen"] = Given("listen", item.name, item.origin, item.raw, values["listen"])
+        advertise = given.get("advertise")
+        if advertise is not None and advertise is self.implied.given.get("advertise"):
+            del given["advertise"]
+            values["advertise"], sources["advertise"] = "", origin
+
     def _resolve_listen(self, given: Mapping[str, Given], values: dict[str, object], sources: dict[str, str]) -> None:
         masters = values.get("masters", ())
         assert isinstance(masters, tuple)
@@ -427,7 +500,9 @@ class _Loader:
         outward = bool(advertise and advertise.value and not is_loopback(split_address(str(advertise.value))[0]))
         if "listen" not in values:
             if remote or (masters and outward):
-                values["listen"], sources["listen"] = "0.0.0.0:0", "default with a cluster"
+                hosts = [host for master in remote for host, _ in master_addresses(master)]
+                every = "[::]:0" if hosts and all(":" in host for host in hosts) else "0.0.0.0:0"
+                values["listen"], sources["listen"] = every, "default with a cluster"
         elif is_loopback(split_address(str(values["listen"]))[0]):
             forwarded = outward and advertise is not None and split_address(str(advertise.value))[1] != 0
             if remote and not forwarded:

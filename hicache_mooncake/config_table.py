@@ -18,7 +18,6 @@ from hicache_mooncake.config_values import (
     NUMA_MODES,
     VERBS_BINDINGS,
     choice_of,
-    parse_address,
     parse_advertise,
     parse_bool,
     parse_deadline,
@@ -30,6 +29,7 @@ from hicache_mooncake.config_values import (
     parse_heads,
     parse_host_id,
     parse_key_file,
+    parse_listen,
     parse_masters,
     parse_metrics,
     parse_name,
@@ -95,8 +95,8 @@ SETTINGS: tuple[Setting, ...] = (
         "listen",
         "HICACHE_MOONCAKE_LISTEN",
         ("listen",),
-        parse_address,
-        "127.0.0.1:0; 0.0.0.0:0 when a master on another host is set",
+        parse_listen,
+        "127.0.0.1:0; 0.0.0.0:0 when a master on another host is set, [::]:0 when all masters are named by IPv6 addresses",
         "host:port on which the node serves pages to other nodes; port 0 lets the system choose, IPv6 goes in brackets. "
         "An address that other hosts reach needs key_file: members prove that they have the key, and nobody else is served. "
         "Page bytes then travel in the clear (docs/security.md).",
@@ -367,7 +367,7 @@ SETTINGS: tuple[Setting, ...] = (
         parse_text,
         "none",
         "Network interface whose address the node listens on and advertises for tcp, such as eth1, when `listen` names no "
-        "address.",
+        "address (is left out, or a wildcard such as 0.0.0.0:7000). Its first IPv4 address, else its first routable IPv6 one.",
         "--interface",
     ),
     Setting(
@@ -562,15 +562,41 @@ MOONCAKE_SETTINGS: tuple[MooncakeSetting, ...] = (
         "protocol",
         ("MOONCAKE_PROTOCOL",),
         ("protocol",),
-        "transport is chosen by the node; rdma arrives with the verbs transport, tcp between hosts and shared memory on "
-        "a host is used",
+        "the transport is chosen for each pair of nodes, RDMA where both have a device that works, else tcp, and shared memory "
+        "on one host. `transport` says otherwise: tcp for tcp alone, verbs to be told where RDMA cannot be used",
         ("tcp",),
     ),
     MooncakeSetting(
         "device_name",
         ("MOONCAKE_DEVICE",),
         ("device_name",),
-        "kept for the verbs transport, ignored on tcp and shared memory",
+        "sets `rdma_devices`. A JSON table of devices by GPU, or the path of a .json file with one: all devices in it, since "
+        "one node serves all GPUs of the host",
+    ),
+    MooncakeSetting(
+        "gid_index",
+        ("MC_GID_INDEX",),
+        (),
+        "sets `gid_index`",
+    ),
+    MooncakeSetting(
+        "force_tcp",
+        ("MC_FORCE_TCP",),
+        (),
+        "sets `transport=tcp`",
+        _OFF,
+    ),
+    MooncakeSetting(
+        "ib_port",
+        ("MC_IB_PORT",),
+        (),
+        "not used: every port that is up is; name one in `rdma_devices`, such as mlx5_0:2",
+    ),
+    MooncakeSetting(
+        "tcp_bind_address",
+        ("MC_TCP_BIND_ADDRESS",),
+        (),
+        "not used: set `interface` or `listen` to choose the node's address",
     ),
     MooncakeSetting(
         "master_metrics_port",

@@ -98,6 +98,10 @@ def is_loopback(host: str) -> bool:
     return _LOOPBACK.fullmatch(host) is not None
 
 
+def is_wildcard(host: str) -> bool:
+    return host in ("0.0.0.0", "::")
+
+
 _CLUSTER = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -148,13 +152,32 @@ def parse_address(value: object) -> str:
     return join_address(*split_address(parse_text(value)))
 
 
+_LINK_LOCAL = re.compile(r"fe[89ab][0-9a-f]:.*", re.IGNORECASE)
+
+
+def _refuse_link_local(host: str) -> None:
+    """An IPv6 address that is nothing without the name of an interface, or that has one."""
+    if _LINK_LOCAL.fullmatch(host) or "%" in host:
+        raise ValueError(
+            f"{host} is an address of one network segment: it needs the name of an interface, which is another one on every "
+            "host. Give a routable address, IPv4 or IPv6"
+        )
+
+
+def parse_listen(value: object) -> str:
+    host, port = split_address(parse_text(value))
+    _refuse_link_local(host)
+    return join_address(host, port)
+
+
 def parse_advertise(value: object) -> str:
     text = parse_text(value)
     if not text:
         return ""
     host, port = split_address(text, default_port=0)
-    if host in ("0.0.0.0", "::"):
+    if is_wildcard(host):
         raise ValueError("other nodes cannot connect to a wildcard: give this host's own name or address")
+    _refuse_link_local(host)
     return join_address(host, port)
 
 
@@ -301,6 +324,28 @@ def parse_devices(value: object) -> tuple[str, ...]:
         if _DEVICE.fullmatch(device) is None:
             raise ValueError(f"{device!r} is not an RDMA device: write mlx5_0, or mlx5_0:1 with its port")
     return tuple(dict.fromkeys(devices))
+
+
+def parse_mooncake_devices(text: str) -> tuple[str, ...]:
+    """Devices as the built-in backend takes them: by commas, as a JSON table by GPU, or as the path of a file with one. Raises
+    ValueError."""
+    if text.endswith(".json"):
+        try:
+            with open(text, "rb") as file:
+                text = file.read(MAX_FILE_BYTES).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the file cannot be read ({error}): give the devices themselves, such as mlx5_0,mlx5_1") from None
+    if not text.lstrip().startswith("{"):
+        return parse_devices(text)
+    import json
+
+    try:
+        table = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"the table of devices cannot be parsed ({error}): give the devices themselves") from None
+    return parse_devices(
+        [device for devices in table.values() for device in (devices if isinstance(devices, list) else [devices])]
+    )
 
 
 def whole_number(what: str, least: int, most: int, auto: int | None = None) -> Callable[[object], int]:

@@ -16,6 +16,8 @@ from hicache_mooncake.config import ConfigError, Settings, load_settings, parse_
 from hicache_mooncake.config_docs import markdown
 from hicache_mooncake.config_table import BY_ATTRIBUTE, BY_KEY, MOONCAKE_BY_ENV, MOONCAKE_BY_KEY, SETTINGS, SGLANG_KEYS
 from hicache_mooncake.config_values import parse_masters
+from hicache_mooncake.transfer import addresses
+from hicache_mooncake.transfer.addresses import InterfaceAddress
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -313,12 +315,16 @@ SILENT = {
     "MOONCAKE_LOCAL_HOSTNAME": ("h7", "name", "h7"),
     "LOCAL_HOSTNAME": ("h7:12345", "advertise", "h7:0"),
     "MOONCAKE_TENANT_ID": ("a", "tenant", "a"),
+    "MOONCAKE_DEVICE": ("mlx5_0,mlx5_1:2", "rdma_devices", ("mlx5_0", "mlx5_1:2")),
+    "MC_GID_INDEX": ("3", "gid_index", 3),
+    "MC_FORCE_TCP": ("1", "transport", "tcp"),
 }
 EXPLAINED = {
     "MOONCAKE_CLIENT": ("127.0.0.1:50052", "UNIX socket"),
     "MOONCAKE_TE_META_DATA_SERVER": ("http://127.0.0.1:8080/metadata", "not needed"),
-    "MOONCAKE_PROTOCOL": ("rdma", "rdma arrives with the verbs transport"),
-    "MOONCAKE_DEVICE": ("mlx5_0", "kept for the verbs transport"),
+    "MOONCAKE_PROTOCOL": ("rdma", "RDMA where both have a device that works"),
+    "MC_IB_PORT": ("2", "mlx5_0:2"),
+    "MC_TCP_BIND_ADDRESS": ("10.0.0.7", "`interface`"),
     "MOONCAKE_MASTER_METRICS_PORT": ("9003", "not needed"),
     "MOONCAKE_CHECK_SERVER": ("1", "hicache-mooncake doctor"),
     "MOONCAKE_ENABLE_SSD_OFFLOAD": ("true", "no cold tier yet"),
@@ -329,6 +335,7 @@ EXPLAINED = {
 ASKS_FOR_WHAT_IS = {
     "MOONCAKE_TE_META_DATA_SERVER": "P2PHANDSHAKE",
     "MOONCAKE_PROTOCOL": "tcp",
+    "MC_FORCE_TCP": "0",
     "MOONCAKE_CHECK_SERVER": "false",
     "MOONCAKE_ENABLE_SSD_OFFLOAD": "0",
     "MOONCAKE_STANDALONE_STORAGE": "false",
@@ -410,6 +417,18 @@ def test_a_deployment_of_the_built_in_backend_starts_as_it_is_with_a_key_besides
         "extra_config metadata_server",
         "extra_config protocol",
     ]
+
+
+def test_devices_by_gpu_are_the_devices_of_the_host(tmp_path: Path) -> None:
+    by_gpu = '{"0": "mlx5_0,mlx5_1", "1": ["mlx5_2", "mlx5_0"]}'
+    assert load({"device_name": by_gpu}).rdma_devices == ("mlx5_0", "mlx5_1", "mlx5_2")
+    path = tmp_path / "devices.json"
+    path.write_text(by_gpu)
+    assert load(MOONCAKE_DEVICE=str(path)).rdma_devices == ("mlx5_0", "mlx5_1", "mlx5_2")
+    for wrong in ("{", '{"0": true}', str(tmp_path / "none.json"), "mlx5/0"):
+        with pytest.raises(ConfigError, match="device_name"):
+            load({"device_name": wrong})
+    assert load({"rdma_devices": "mlx5_9"}, MOONCAKE_DEVICE="mlx5_0").rdma_devices == ("mlx5_9",)
 
 
 def test_nodes_called_localhost_would_replace_each_other_so_the_hosts_name_stays() -> None:
@@ -607,6 +626,9 @@ def test_watermarks_out_of_order_are_refused(extra: dict[str, object]) -> None:
         ("log_level", "loud"),
         ("hugepages", "2mb"),
         ("listen", "7000"),
+        ("listen", "[fe80::1%eth0]:0"),
+        ("listen", "[fe80::1]:7000"),
+        ("advertise", "[fe80::1]"),
         ("metrics", "9404"),
         ("advertise", "0.0.0.0"),
         ("socket", "node.sock"),
@@ -643,6 +665,8 @@ def test_with_a_master_elsewhere_the_node_must_be_reachable_from_elsewhere() -> 
     key = {"HICACHE_MOONCAKE_KEY_FILE": "/k"}
     assert load(MOONCAKE_MASTER="10.0.0.1", **key).listen == "0.0.0.0:0"
     assert load(MOONCAKE_MASTER="etcd://10.0.0.1", **key).listen == "0.0.0.0:0"
+    assert load(MOONCAKE_MASTER="[2001:db8::1]", **key).listen == "[::]:0"
+    assert load(MOONCAKE_MASTER="[2001:db8::1],10.0.0.1", **key).listen == "0.0.0.0:0"
     assert load(MOONCAKE_MASTER="localhost").listen == "127.0.0.1:0"
     assert load(MOONCAKE_MASTER="localhost", MOONCAKE_LOCAL_HOSTNAME="h7", **key).listen == "0.0.0.0:0"
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:7000.*other hosts cannot reach a loopback address"):
@@ -653,6 +677,74 @@ def test_with_a_master_elsewhere_the_node_must_be_reachable_from_elsewhere() -> 
     assert forwarded.advertise == "gate:7000"
     # Where no node is started, its addresses are not this process's business.
     assert load({"listen": "127.0.0.1:7000", "socket": "/x"}, MOONCAKE_MASTER="10.0.0.1").node == "external"
+
+
+TLS = {"tls_cert": "/c.pem", "tls_key": "/k.pem", "tls_ca": "/a.pem"}
+
+
+@pytest.mark.parametrize("missing", TLS)
+def test_tls_needs_its_three_files(missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"TLS needs {missing} as well"):
+        load({name: path for name, path in TLS.items() if name != missing})
+    with pytest.raises(ConfigError, match=r"TLS needs .* and .* as well"):
+        load({missing: "/x"})
+    assert load({missing: ""}).tls_cert == ""
+
+
+def test_tls_and_a_transport_that_does_not_encrypt_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"transport = 'verbs'.*not encrypted"):
+        load({**TLS, "transport": "verbs"})
+    assert load({**TLS, "transport": "tcp"}).tls_ca == "/a.pem"
+    assert load(TLS).transport == "auto"
+
+
+INTERFACES = [
+    InterfaceAddress("lo", "127.0.0.1", True),
+    InterfaceAddress("lo", "::1", True),
+    InterfaceAddress("eth0", "10.0.0.7", True),
+    InterfaceAddress("eth1", "fe80::7", True),
+    InterfaceAddress("eth1", "2001:db8::7", True),
+]
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "table", lambda: INTERFACES)
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_an_interface_is_the_address_that_is_listened_on() -> None:
+    key = {"HICACHE_MOONCAKE_KEY_FILE": "/k"}
+    assert load({"interface": "eth0"}, **key).listen == "10.0.0.7:0"
+    assert load({"interface": "eth0", "listen": "0.0.0.0:7000"}, **key).listen == "10.0.0.7:7000"
+    assert load({"interface": "eth1", "listen": "[::]:7000"}, **key).listen == "[2001:db8::7]:7000"
+    assert load({"interface": "lo"}).listen == "127.0.0.1:0"
+    assert "interface = eth0" in load({"interface": "eth0"}, **key).sources["listen"]
+    named = load({"interface": "eth0"}, MOONCAKE_LOCAL_HOSTNAME="h7", MOONCAKE_MASTER="10.0.0.1", **key)
+    assert (named.name, named.advertise) == ("h7", ""), "what was bound is advertised"
+    assert load({"interface": "eth0", "advertise": "gate:1"}, **key).advertise == "gate:1"
+    # The node that an engine starts is told both, and means the same.
+    again, said = load_settings({"interface": "eth0", "listen": "10.0.0.7:0", "key_file": "/k"}, {})
+    assert (again.listen, said) == ("10.0.0.7:0", [])
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_an_address_says_more_than_an_interface() -> None:
+    settings, said = load_settings({"interface": "eth0", "listen": "127.0.0.1:7000"}, {})
+    assert settings.listen == "127.0.0.1:7000"
+    assert "not used, since listen" in said[0]
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_an_interface_that_gives_no_address_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"interface = 'eth9'.*only lo \(127\.0\.0\.1, ::1\), eth0 \(10\.0\.0\.7\)"):
+        load({"interface": "eth9"})
+    with pytest.raises(ConfigError, match="loopback address"):
+        load({"interface": "lo"}, MOONCAKE_MASTER="10.0.0.1")
+    with pytest.raises(ConfigError, match="no key"):
+        load({"interface": "eth0"})
+    # An engine whose node runs already has no need of one.
+    assert load({"interface": "eth9", "socket": "/x"}).interface == "eth9"
 
 
 def test_a_hostname_is_not_advertised_by_a_node_that_was_told_to_listen_on_loopback() -> None:

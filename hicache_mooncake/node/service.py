@@ -7,6 +7,7 @@ the metadata masters, `/metrics`, a thread that gives pages away and one that ke
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -23,7 +24,7 @@ from typing import TypeVar, cast
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings, join_address, split_address
-from hicache_mooncake.config_values import master_addresses
+from hicache_mooncake.config_values import is_wildcard, master_addresses
 from hicache_mooncake.ending import Ending
 from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.core import LOOKUP_TIMEOUT_S, NodeCore, Report, Steps
@@ -39,6 +40,7 @@ from hicache_mooncake.observe import Observatory
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.security import ClusterKey, SecurityError
 from hicache_mooncake.stacks import StackDump
+from hicache_mooncake.transfer import addresses
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
 from hicache_mooncake.transfer.tcp import listen
 
@@ -127,7 +129,7 @@ class Node:
         try:
             tcp = listen(self.settings.listen)
         except OSError as error:
-            raise NodeError(f"--listen {self.settings.listen}: {error.strerror}. Free the port or choose port 0") from error
+            raise NodeError(f"--listen {self.settings.listen}: {error.strerror}. {_listen_advice(error)}") from error
         self._cleanup.callback(tcp.close)
         host, port = self._advertised(*tcp.getsockname()[:2])
         self.data_address = join_address(host, port)
@@ -225,21 +227,19 @@ class Node:
         if self.settings.advertise:
             host, port = split_address(self.settings.advertise, 0)
             return host, port or bound_port
-        if bound_host not in ("0.0.0.0", "::"):
+        if not is_wildcard(bound_host):
             return bound_host, bound_port
         if not self.settings.masters:
             return "127.0.0.1", bound_port
-        # The address this host uses towards the master; connecting a datagram socket sends nothing.
         master, port = master_addresses(self.settings.masters[0].removeprefix("tcp://"))[0]
+        family = socket.AF_INET if bound_host == "0.0.0.0" else socket.AF_UNSPEC
         try:
-            family, kind, proto, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind, proto) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0]), bound_port
-        except OSError as error:
+            return addresses.towards(master, port, family), bound_port
+        except addresses.AddressError as error:
+            only = ", and only IPv4 is listened on" if family == socket.AF_INET else ""
             raise NodeError(
-                f"--listen {self.settings.listen} is a wildcard and the address to advertise is unknown "
-                f"({error.strerror or error}). Set --advertise HOST"
+                f"--listen {self.settings.listen} is a wildcard, and which address to advertise is unknown: {error}{only}. Set "
+                "--interface NAME, or --advertise HOST"
             ) from error
 
     def _thread(self, target: Callable[[], None], name: str) -> None:
@@ -439,6 +439,15 @@ class Node:
         report.update(self.ranks.report())
         report.update(self.data.report())
         return report
+
+
+def _listen_advice(error: OSError) -> str:
+    if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        with contextlib.suppress(addresses.AddressError):
+            return f"This host has {addresses.listing(addresses.table())}"
+    if isinstance(error, socket.gaierror):
+        return "Give an address of this host, or a name that it knows"
+    return "Free the port or choose port 0"
 
 
 def run_node(settings: Settings, *, embedded: bool = False, idle_exit_s: float | None = None) -> int:

@@ -41,13 +41,17 @@ _proof_decoder = p.decoder(p.Proof | p.Refused)
 
 
 def listen(address: str) -> socket.socket:
-    """Bind and listen on `host:port`. Raises ValueError for another form, OSError as the system says it (address in use)."""
+    """Bind and listen on `host:port`, by IPv4 where a name has both, and by both where it is `[::]`. Raises ValueError for
+    another form, OSError as the system says it (address in use)."""
     host, port = split_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+    sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != "::")
+        sock.bind(where)
         sock.listen(256)
     except OSError:
         sock.close()
