@@ -342,7 +342,7 @@ def test_doctor_runs_here_and_answers_in_json(tmp_path: Path) -> None:
             "/dev/shm", "locked memory", "RDMA", "node", "cluster key", "master", "canary page"} <= set(checks)  # fmt: skip
     assert checks["memfd_create"]["status"] == "ok"
     assert shown["configuration"]["dram_bytes"] == {"value": 64 << 20, "source": "HICACHE_MOONCAKE_DRAM"}
-    assert "verbs transport" in shown["notices"][0]
+    assert "RDMA where both have a device" in shown["notices"][0]
     assert shown["failed"] == sum(check["status"] == "fail" for check in checks.values())
     assert done.returncode == (1 if shown["failed"] else 0)
     assert all(check["advice"] for check in checks.values() if check["status"] in ("warn", "fail"))
