@@ -179,6 +179,36 @@ def accept_proof(sock: socket.socket, data_key: bytes, name: str, deadline: floa
     return prove.requester
 
 
+def prove(sock: socket.socket, peer: p.Peer, data_key: bytes, requester: str, deadline: float) -> None:
+    """The connecting side, first of all on a new connection, where the cluster has a key: proves that `requester` is of it, and
+    asks for the proof that the other end is `peer.node`. Raises ProtocolError, ConnectionError and TimeoutError; after any
+    exception the connection must be closed.
+    """
+    mine, requester = security.new_nonce(), requester[:_MAX_REQUESTER]
+    _bound(sock, deadline)
+    send_message(sock, p.Prove(p.PROTOCOL_MAX, requester, mine))
+    try:
+        answer = receive_message(sock, _proof_decoder, deadline, _MAX_STRANGER_BYTES)
+    except ConnectionError as error:
+        raise ConnectionError(f"node {peer.node} broke off instead of proving itself (has it a key_file?)") from error
+    if isinstance(answer, p.Refused):
+        raise p.ProtocolError(f"node {peer.node} refused: {answer.reason}")
+    said = (mine, answer.nonce, requester, peer.node)
+    expected = security.proof(data_key, security.HOLDER, *said)
+    if len(answer.nonce) != security.NONCE_BYTES or not security.same_proof(answer.mac, expected):
+        where = f"{peer.host}:{peer.port}"
+        raise p.ProtocolError(f"{where} did not prove that it is node {peer.node} of this cluster: is its key_file the same?")
+    _bound(sock, deadline)
+    send_message(sock, p.Proof(b"", security.proof(data_key, security.READER, *said)))
+
+
+def _bound(sock: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("deadline passed")
+    set_timeouts(sock, left)
+
+
 def refuse(sock: socket.socket, reason: str) -> None:
     """Tell why, as far as that can be sent at once. Raises nothing."""
     with contextlib.suppress(OSError):
@@ -203,30 +233,10 @@ class PeerConnection:
         try:
             prepare(self.sock)
             if data_key:
-                self._prove(data_key, requester, deadline)
+                prove(self.sock, peer, data_key, requester, deadline)
         except BaseException:
             self.sock.close()
             raise
-
-    def _prove(self, data_key: bytes, requester: str, deadline: float) -> None:
-        mine, requester = security.new_nonce(), requester[:_MAX_REQUESTER]
-        self._bound(deadline)
-        send_message(self.sock, p.Prove(p.PROTOCOL_MAX, requester, mine))
-        try:
-            answer = receive_message(self.sock, _proof_decoder, deadline, _MAX_STRANGER_BYTES)
-        except ConnectionError as error:
-            raise ConnectionError(f"node {self.peer.node} broke off instead of proving itself (has it a key_file?)") from error
-        if isinstance(answer, p.Refused):
-            raise p.ProtocolError(f"node {self.peer.node} refused: {answer.reason}")
-        said = (mine, answer.nonce, requester, self.peer.node)
-        expected = security.proof(data_key, security.HOLDER, *said)
-        if len(answer.nonce) != security.NONCE_BYTES or not security.same_proof(answer.mac, expected):
-            where = f"{self.peer.host}:{self.peer.port}"
-            raise p.ProtocolError(
-                f"{where} did not prove that it is node {self.peer.node} of this cluster: is its key_file the same?"
-            )
-        self._bound(deadline)
-        send_message(self.sock, p.Proof(b"", security.proof(data_key, security.READER, *said)))
 
     def request(self, fetch: p.Fetch, deadline: float) -> None:
         self._bound(deadline)
@@ -241,10 +251,7 @@ class PeerConnection:
         return message
 
     def _bound(self, deadline: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("deadline passed")
-        set_timeouts(self.sock, left)
+        _bound(self.sock, deadline)
 
     def source(self, deadline: float) -> Callable[[list[memoryview]], int]:
         """Receives pieces of bodies; each wait ends at the deadline with TimeoutError."""
