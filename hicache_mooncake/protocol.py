@@ -171,6 +171,8 @@ class Landed(Message):
 
     landing: int
     quiet: list[int] = []
+    received: int = 0
+    """Bytes of pages that came over links, whole."""
 
 
 class Release(Message):

@@ -16,6 +16,7 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S
 from hicache_mooncake.client.batch import Batch, Landing
 from hicache_mooncake.client.lanes import Lanes
+from hicache_mooncake.client.over_links import OverLinks
 from hicache_mooncake.client.remote import Ask, FetchPlan
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError
@@ -97,7 +98,7 @@ class _Timing:
         if self._first is None:
             self._first, self._began = ask, time.monotonic()
         same = address_of(ask.peer) == address_of(self._first.peer) and ask.lanes <= self._first.lanes
-        self._tells = self._tells and same and reused
+        self._tells = self._tells and same and reused and not ask.over_link
 
     def reading(self) -> None:
         self._tells = self._tells and time.monotonic() - self._began < _AT_ONCE_S
@@ -121,6 +122,7 @@ class RemoteReads:
         plan: FetchPlan,
         requester: str,
         lanes: Lanes,
+        links: OverLinks,
     ) -> None:
         self._peers = peers
         self._memory = memory
@@ -130,6 +132,7 @@ class RemoteReads:
         self._plan = plan
         self._requester = requester
         self._lanes = lanes
+        self._links = links
         self._timing = _Timing()
         self._streams: dict[int, _Stream] = {}
         self._connecting: dict[Connecting, Ask] = {}
@@ -215,8 +218,17 @@ class RemoteReads:
         stream = _Stream(ask, connection, reused=reused)
         job = self._batch.job
         hashes = p.select_hashes(job.hashes, ask.pages)
+        link, into = self._links.take(ask)
         fetch = p.Fetch(
-            p.FETCH_VERSION, self._requester, job.namespace, hashes, self._batch.body_bytes, stream.fetch_id, job.touch
+            p.FETCH_VERSION,
+            self._requester,
+            job.namespace,
+            hashes,
+            self._batch.body_bytes,
+            stream.fetch_id,
+            job.touch,
+            link,
+            into,
         )
         stream.reading = self._reading(stream)
         stream.wanted = next(stream.reading)
@@ -277,12 +289,16 @@ class RemoteReads:
             raise p.ProtocolError(f"node {ask.peer.node} refused: {reply.reason}")
         if reply.id != stream.fetch_id or not len(reply.status) == len(reply.checksum) == len(ask.pages):
             raise p.ProtocolError("reply does not match the request")
+        self._links.answered(ask, failed=reply.link_failed)
         held: list[tuple[int, int]] = []
         for page, status, checksum in zip(ask.pages, reply.status, reply.checksum, strict=True):
             if status == p.LOCAL:
                 held.append((page, checksum))
             else:
                 plan.missed(ask, page, "wrong_length" if status == p.WRONG_LENGTH else "gone_remote")
+        if reply.linked:
+            self._take_landed(ask, held)
+            return
         bodies = self._bodies([page for page, _ in held])
         for page, checksum in held:
             arrived = None
@@ -292,19 +308,44 @@ class RemoteReads:
                     arrived = wanted
                 else:
                     yield wanted
-            self.received_bytes += self._batch.body_bytes
+            self._settle(ask, page, checksum, arrived)
+
+    def _settle(self, ask: Ask, page: int, checksum: int, arrived: int) -> None:
+        """All bytes of a page have come, and have this checksum."""
+        self.received_bytes += self._batch.body_bytes
+        if arrived == checksum:
+            self._ok[page] = 1
+            if page in self._landing.offsets:
+                self._landing.checksums[page] = checksum
+            self._plan.arrived(ask, page)
+        else:
+            self._plan.missed(ask, page, "checksum_remote", blame=True)
+
+    def _take_landed(self, ask: Ask, held: Sequence[tuple[int, int]]) -> None:
+        """These pages, with their checksums, lie in the segment. Copy them on; the bytes that are copied decide."""
+        if not ask.over_link:
+            raise p.ProtocolError("the holder says that it has written where it was not asked to")
+        batch, segment = self._batch, self._landing.segment
+        for page, checksum in held:
+            if not self._links.landing:  # the segment has gone with the connection to the node
+                self._plan.missed(ask, page, "node_down")
+                continue
+            if time.monotonic() > self._plan.deadline:
+                self._plan.missed(ask, page, "deadline")
+                continue
+            place = self._links.place(ask, page)
+            body = segment.view[place : place + batch.body_bytes]
+            arrived = self._memory.load(body, segment.address + place, batch.addresses(page), batch.layout, batch.seed(page))
             if arrived == checksum:
-                self._ok[page] = 1
-                if page in self._landing.offsets:
-                    self._landing.checksums[page] = checksum
-                plan.arrived(ask, page)
-            else:
-                plan.missed(ask, page, "checksum_remote", blame=True)
+                self._links.received_bytes += batch.body_bytes
+            self._settle(ask, page, checksum, arrived)
+        self._links.copied(ask)
 
     def _bodies(self, pages: Sequence[int]) -> Generator[list[memoryview] | int, None, None]:
-        """As `EngineMemory.receiving`; pages with a place in the segment go through it."""
+        """As `EngineMemory.receiving`; pages with a place in the segment go through it, unless a link may write there."""
         batch, landing = self._batch, self._landing
-        for through_segment, group in itertools.groupby(pages, key=lambda page: page in landing.offsets):
+        through = landing.offsets.keys() - self._links.spoilt()
+        for through_segment, group in itertools.groupby(pages, key=lambda page: page in through):
             members = list(group)
             if not through_segment:
                 places, seeds = [batch.addresses(page) for page in members], [batch.seed(page) for page in members]
@@ -344,6 +385,8 @@ class RemoteReads:
                 # One that goes on sending is slow. Where it has given something whole, that is no reason to leave it alone.
                 slow = fd in ready or (stream.received > 0 and now - stream.last_at < BLAME_AFTER_S)
                 forgiven = slow and (ask.arrived or now < self._plan.deadline - LEAST_S)
+                # A holder that writes over a link says nothing meanwhile: whether it or the link hangs shows over tcp.
+                forgiven = forgiven or ask.over_link
                 self._blame(stream, "deadline", at_fault=not forgiven and now - stream.began >= BLAME_AFTER_S)
                 return
 

@@ -29,6 +29,7 @@ from hicache_mooncake.client.batch import Batch, Landing
 from hicache_mooncake.client.fetch import RemoteReads
 from hicache_mooncake.client.lanes import Lanes
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
+from hicache_mooncake.client.over_links import OverLinks
 from hicache_mooncake.client.remote import FetchPlan
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
@@ -132,7 +133,8 @@ class Mover:
         segment = self._link.segment
         assert segment is not None
         self._peers.identify(self._link.data_key, self._link.node)
-        plan = FetchPlan(deadline, lambda peer, count: self._lanes.of(peer, count * batch.body_bytes))
+        links = OverLinks(located, pages, batch.body_bytes)
+        plan = FetchPlan(deadline, lambda peer, count: self._lanes.of(peer, count * batch.body_bytes), links.choose)
         local: list[tuple[int, int, int]] = []
         waiting: list[int] = []
         landing = Landing(segment, located.txn)
@@ -151,7 +153,7 @@ class Mover:
                 waiting.append(i)
             else:
                 reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
-        reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node, self._lanes)
+        reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node, self._lanes, links)
         try:
             # Peers that we are connected to start sending while the local pages are copied, and the others are connected to.
             reads.begin()
@@ -159,12 +161,17 @@ class Mover:
             self._link.tell(p.Release(located.pin, job.namespace, bad, loaded=loaded), deadline + 0.1)
             if self._link.segment is not segment:
                 landing.offsets.clear()  # the node has given the room back with the connection
+                links.give_up()
             reads.run()
         finally:
             reads.close()
+            if links.landing:  # before the Commit, for which the node wants to know what may still be written
+                landed = p.Landed(links.landing, links.quiet(), links.received_bytes)
+                self._link.tell(landed, deadline + 0.1)
         reasons.update(plan.reasons)
         if landing.offsets:
-            whole = [landing.checksums.get(i) for i in landing.offsets]
+            spoilt = links.spoilt()
+            whole = [None if i in spoilt else landing.checksums.get(i) for i in landing.offsets]
             commit = p.Commit(landing.txn, bytes(c is not None for c in whole), [c or 0 for c in whole])
             with contextlib.suppress(NodeUnavailable):  # the pages are in the engine all the same
                 self._link.ask_same(commit, deadline + 0.1)

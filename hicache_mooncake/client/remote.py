@@ -22,7 +22,17 @@ class Ask:
     """Pages to be read from one node in one request, which has a connection to itself. `left`: those of which it is not known
     yet what became of them."""
 
-    def __init__(self, peer: p.Peer, pages: Sequence[int], now: float, until: float, *, probe: bool, lanes: int = 1) -> None:
+    def __init__(
+        self,
+        peer: p.Peer,
+        pages: Sequence[int],
+        now: float,
+        until: float,
+        *,
+        probe: bool,
+        lanes: int = 1,
+        over_link: bool = False,
+    ) -> None:
         self.peer = peer
         self.pages = list(pages)
         self.asked_at = now
@@ -31,6 +41,7 @@ class Ask:
         self.probe = probe
         self.lanes = lanes
         """Of so many that were asked of this node at once, this is one."""
+        self.over_link = over_link
         self.left = dict.fromkeys(self.pages)
         self.blamed = False
 
@@ -44,18 +55,30 @@ def one_lane(_peer: p.Peer, _pages: int) -> int:
     return 1
 
 
+def no_link(_peer: p.Peer, _pages: Sequence[int]) -> list[int]:
+    return []
+
+
 class FetchPlan:
     """The pages of one batch that come from other nodes. Every page ends as arrived or under one reason in `reasons`.
-    `lanes` says how many Asks of one node may be under way at once for so many pages: they are split evenly between them.
+    `lanes` says how many Asks of one node may be under way at once for so many pages: they are split evenly between them;
+    `over_link` which of the pages may come over a link now. Those are one Ask, with half of the time, since a link that has
+    died without a word leaves the other half for tcp.
 
     Use: `add` the pages, then until `done`: carry out what `next` says, report of each Ask `arrived` and `missed` pages and its
     end (`ended`, `again`), and end those that are `expired`. What is under way for a page must have been stopped, so that it
     cannot write any more, before its Ask is reported as ended.
     """
 
-    def __init__(self, deadline: float, lanes: Callable[[p.Peer, int], int] = one_lane) -> None:
+    def __init__(
+        self,
+        deadline: float,
+        lanes: Callable[[p.Peer, int], int] = one_lane,
+        over_link: Callable[[p.Peer, Sequence[int]], list[int]] = no_link,
+    ) -> None:
         self.deadline = deadline
         self._lanes = lanes
+        self._over_link = over_link
         self.reasons: Counter[str] = Counter()
         self.blamed: list[str] = []
         """Nodes that failed, once a failure: they could not be reached, broke off, were silent, or sent damaged bytes."""
@@ -154,9 +177,13 @@ class FetchPlan:
 
     def _make(self, peer: p.Peer, pages: list[int], now: float, *, probe: bool) -> tuple[list[Ask], list[int]]:
         """The Asks, a lane each, and those of the pages that are in none."""
+        linked: list[int] = []
         if probe:  # with a page that is lost otherwise, where there is one
             chosen = next((page for page in pages if not self._has_other(page)), pages[0])
             shares, rest = [[chosen]], [page for page in pages if page != chosen]
+        elif linked := self._over_link(peer, pages[:_MAX_ASK_PAGES]):
+            asked = set(linked)
+            shares, rest = [linked], [page for page in pages if page not in asked]
         else:
             lanes = max(1, min(self._lanes(peer, len(pages)), len(pages)))
             size = min(-(-len(pages) // lanes), _MAX_ASK_PAGES)
@@ -165,11 +192,11 @@ class FetchPlan:
         asks: list[Ask] = []
         for share in shares:
             until = self.deadline
-            if any(self._has_other(page) for page in share):
+            if linked or any(self._has_other(page) for page in share):
                 until = now + (self.deadline - now) / 2
             if probe:
                 until = min(until, now + _PROBE_S)
-            asks.append(Ask(peer, share, now, until, probe=probe, lanes=len(shares)))
+            asks.append(Ask(peer, share, now, until, probe=probe, lanes=len(shares), over_link=bool(linked)))
         self._asks[address_of(peer)] = list(asks)
         return asks, rest
 

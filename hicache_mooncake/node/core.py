@@ -301,6 +301,14 @@ class NodeCore:
             self.replicated += done.count(1)
         return done
 
+    def strand(self, owner: int, txn: int) -> int:
+        """What this transaction reserved is never used again, nor stored: a link that cannot be ended may write to it. Returns
+        how many bytes that is."""
+        writing = self._writing.get(txn)
+        if writing is not None and writing.owner == owner:
+            del self._writing[txn]
+        return self.store.strand(owner, txn)
+
     def drop_owner(self, owner: int) -> None:
         """A connection ended: its pins and what it did not commit are over."""
         self.store.drop_owner(owner)

@@ -11,13 +11,17 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
+import msgspec
 import xxhash
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.keys import checksum_seed
-from hicache_mooncake.node.core import NodeCore
+from hicache_mooncake.node.core import NodeCore, Served, Taking
+from hicache_mooncake.node.links import Links
+from hicache_mooncake.node.sending import Sent
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.security import HANDSHAKE_S
 from hicache_mooncake.transfer import tcp
@@ -31,6 +35,8 @@ _MAX_UNPROVEN = 512
 """Strangers may take these places for a while, and no others."""
 _SEND_DEADLINE_S = 10.0
 _TAKE_DEADLINE_S = 20.0
+_LINK_SEND_S = 5.0
+"""Writing over a link: its reader has long given up when this has passed."""
 _IDLE_S = 600.0
 _STOP_S = 2.0
 _CHUNK = 256 << 10
@@ -44,6 +50,7 @@ class Holder(Protocol):
     lock: threading.Lock
     """Held around every call of the core."""
     segment: Mapping
+    links: Links
     data_key: bytes
     """What proves membership; empty: nothing does."""
 
@@ -142,7 +149,7 @@ class DataServer:
         try:
             try:
                 tcp.prepare(sock)
-                tcp.accept_proof(sock, self._node.data_key, self._node.name, time.monotonic() + HANDSHAKE_S)
+                proven = tcp.accept_proof(sock, self._node.data_key, self._node.name, time.monotonic() + HANDSHAKE_S)
             finally:
                 with self._lock:
                     self._unproven -= 1
@@ -156,6 +163,10 @@ class DataServer:
                         self._answer(sock, message)
                     case p.Push():
                         self._take(sock, message)
+                    case p.Link():
+                        self._check_version(sock, message.version, message.requester)
+                        if self._node.links.accept(sock, message, proven):
+                            return
                     case _:
                         raise p.ProtocolError(f"unexpected {type(message).__name__}")
         except ConnectionError:
@@ -183,9 +194,11 @@ class DataServer:
             self._sending += 1
         sent = 0
         try:
-            tcp.send_message(sock, served.reply)
-            segment = node.segment.view
-            tcp.send_bodies(sock, [segment[at : at + fetch.length] for at in served.offsets], deadline)
+            reply = self._send_over_link(fetch, served) if fetch.link else served.reply
+            tcp.send_message(sock, reply)
+            if not reply.linked:
+                segment = node.segment.view
+                tcp.send_bodies(sock, [segment[at : at + fetch.length] for at in served.offsets], deadline)
             sent = len(served.offsets)
         finally:
             with node.lock:
@@ -196,6 +209,16 @@ class DataServer:
             self.sent_pages += sent
             self.sent_bytes += sent * fetch.length
 
+    def _send_over_link(self, fetch: p.Fetch, served: Served) -> p.FetchReply:
+        """Write what is here straight into the reader's segment, if that can be: the answer says so."""
+        reply = served.reply
+        if len(fetch.into) != len(reply.status):
+            raise p.ProtocolError(f"{len(fetch.into)} places for {len(reply.status)} pages")
+        places = [place for place, status in zip(fetch.into, reply.status, strict=True) if status == p.LOCAL]
+        until = time.monotonic() + _LINK_SEND_S
+        done = self._node.links.send(fetch.link, fetch.requester, served.offsets, places, fetch.length, until)
+        return msgspec.structs.replace(reply, linked=done is Sent.WHOLE, link_failed=done is Sent.FAILED)
+
     def _take(self, sock: socket.socket, push: p.Push) -> None:
         """Pages that another node gives away: what there is room for, each checked before it counts."""
         deadline = time.monotonic() + _TAKE_DEADLINE_S
@@ -203,18 +226,21 @@ class DataServer:
         self._check_version(sock, push.version, push.requester)
         node = self._node
         owner = node.new_owner()
+        linked = False
         try:
             with node.lock:
                 taking = node.core.push_offer(owner, push, time.monotonic())
-            tcp.send_message(sock, taking.reply)
-            if not taking.offsets:
-                return
-            whole = bytearray()
-            column = zip(taking.offsets, taking.checksums, range(0, len(taking.hashes), p.HASH_BYTES), strict=True)
-            for offset, checksum, at in column:
-                seed = checksum_seed(push.namespace, taking.hashes[at : at + p.HASH_BYTES])
-                body = node.segment.view[offset : offset + push.length]
-                whole.append(_receive(sock, body, seed, deadline) == checksum)
+            linked = bool(push.link and taking.offsets) and node.links.begin(push.link, push.requester)
+            if linked:
+                whole = self._take_over_link(sock, push, taking, owner, deadline)
+            else:
+                tcp.send_message(sock, taking.reply)
+                if not taking.offsets:
+                    return
+                whole = bytearray()
+                for offset, checksum, seed in _expected(push, taking):
+                    body = node.segment.view[offset : offset + push.length]
+                    whole.append(_receive(sock, body, seed, deadline) == checksum)
             if 0 in whole:
                 text = f"{whole.count(0)} of {len(whole)} pages that node {push.requester} pushed had a wrong checksum"
                 self._quiet(logging.ERROR, "push checksum", text)
@@ -224,14 +250,46 @@ class DataServer:
             tcp.set_timeouts(sock, _SEND_DEADLINE_S)
             tcp.send_message(sock, p.Pushed(done, push.id))
         finally:
+            if linked:
+                node.links.done(push.link)
             with node.lock:
                 node.core.drop_owner(owner)
+
+    def _take_over_link(self, sock: socket.socket, push: p.Push, taking: Taking, owner: int, deadline: float) -> bytearray:
+        """The giver writes to the room of `taking`, and says when it has. Returns 1 for each body that is whole. After anything
+        else than that the link is ended before the room can go back, or else the room is never used again."""
+        node = self._node
+        said_whole = False
+        try:
+            tcp.send_message(sock, msgspec.structs.replace(taking.reply, places=taking.offsets))
+            wrote = tcp.receive_message(sock, tcp.request_decoder, deadline)
+            if not isinstance(wrote, p.Wrote) or wrote.id != push.id:
+                raise p.ProtocolError(f"Wrote was to come, and not {type(wrote).__name__}")
+            said_whole = wrote.ok
+        finally:
+            if not said_whole and not node.links.fence(push.link, "pages that were given over it did not come whole"):
+                node.links.strand(owner, taking.txn)
+        if not said_whole:
+            return bytearray(len(taking.offsets))
+        whole = bytearray()
+        for offset, checksum, seed in _expected(push, taking):
+            arrived = xxhash.xxh3_64_intdigest(node.segment.view[offset : offset + push.length], seed)
+            whole.append(arrived == checksum)
+        node.links.received(whole.count(1) * push.length)
+        return whole
 
     def _check_version(self, sock: socket.socket, version: int, requester: str) -> None:
         if not p.PROTOCOL_MIN <= version <= p.PROTOCOL_MAX:
             reason = f"node {self._node.name} speaks protocol {p.PROTOCOL_MIN}..{p.PROTOCOL_MAX}, not {version}"
             tcp.send_message(sock, p.Refused(reason))
             raise p.ProtocolError(f"reader {requester} speaks protocol {version}")
+
+
+def _expected(push: p.Push, taking: Taking) -> Iterator[tuple[int, int, int]]:
+    """Of each body that is to come: its place in the segment, its checksum, and what that is seeded with."""
+    column = zip(taking.offsets, taking.checksums, range(0, len(taking.hashes), p.HASH_BYTES), strict=True)
+    for offset, checksum, at in column:
+        yield offset, checksum, checksum_seed(push.namespace, taking.hashes[at : at + p.HASH_BYTES])
 
 
 def _receive(sock: socket.socket, body: memoryview, seed: int, deadline: float) -> int:

@@ -9,9 +9,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from hicache_mooncake import protocol as p
 from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.core import NodeCore, Steps
+from hicache_mooncake.node.links import Links
+from hicache_mooncake.node.sending import Sent
 from hicache_mooncake.node.spill import Give, Given, GiveSteps
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer import tcp
@@ -29,6 +33,8 @@ _CONNECT_S = 1.0
 _PUSH_S = 10.0
 _BATCH_S = 20.0
 """For all parts of a batch: less than a pin lasts."""
+_ANSWER_S = 0.2
+"""For a few bytes, when a write over a link has taken all the time."""
 _MAX_CONNECTIONS = 8
 
 
@@ -39,6 +45,7 @@ class Giving(Protocol):
     core: NodeCore
     lock: threading.Lock
     segment: Mapping
+    links: Links
     data_key: bytes
 
     def new_owner(self) -> int: ...
@@ -165,22 +172,28 @@ class Giver:
         return connection
 
     def _exchange(self, connection: tcp.PeerConnection, give: Give, deadline: float) -> Given:
-        sock, push = connection.sock, give.push
+        sock = connection.sock
+        push = msgspec.structs.replace(give.push, link=self._node.links.link_to(give.peer))
         tcp.set_timeouts(sock, deadline - time.monotonic())
         tcp.send_message(sock, push)
         reply = tcp.receive_message(sock, _push_decoder, deadline)
         if not isinstance(reply, p.PushReply) or reply.id != push.id or len(reply.status) != len(give.offsets):
             raise p.ProtocolError(reply.reason if isinstance(reply, p.Refused) else "the answer does not match what was pushed")
-        view = self._node.segment.view
-        bodies = [
-            view[at : at + push.length] for at, status in zip(give.offsets, reply.status, strict=True) if status == p.WRITE
-        ]
-        if not bodies:
+        offsets = [at for at, status in zip(give.offsets, reply.status, strict=True) if status == p.WRITE]
+        if not offsets:
             return Given(reply.status, b"")
-        tcp.set_timeouts(sock, deadline - time.monotonic())
-        tcp.send_bodies(sock, bodies, deadline)
+        if reply.places:
+            if len(reply.places) != len(offsets) or not push.link:
+                raise p.ProtocolError(f"{len(reply.places)} places for {len(offsets)} pages")
+            sent = self._node.links.send(push.link, give.peer.node, offsets, reply.places, push.length, deadline)
+            tcp.set_timeouts(sock, max(_ANSWER_S, deadline - time.monotonic()))
+            tcp.send_message(sock, p.Wrote(sent is Sent.WHOLE, push.id))
+        else:
+            view = self._node.segment.view
+            tcp.set_timeouts(sock, deadline - time.monotonic())
+            tcp.send_bodies(sock, [view[at : at + push.length] for at in offsets], deadline)
         pushed = tcp.receive_message(sock, _push_decoder, deadline)
-        if not isinstance(pushed, p.Pushed) or pushed.id != push.id or len(pushed.ok) != len(bodies):
+        if not isinstance(pushed, p.Pushed) or pushed.id != push.id or len(pushed.ok) != len(offsets):
             raise p.ProtocolError("the answer does not match the pages that were sent")
         return Given(reply.status, pushed.ok)
 

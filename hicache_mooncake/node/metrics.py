@@ -20,6 +20,10 @@ _GAUGES = {
     "namespaces": "Namespaces with at least one object.",
     "connections": "Ranks and movers connected.",
     "remote_readers": "Connections of other hosts' movers.",
+    "links": "Links to other nodes that stand.",
+    "links_making": "Links being made.",
+    "landing_bytes": "Bytes of the segment that pages are coming to over links.",
+    "quarantined_bytes": "Bytes never used again before the next start: a link could not be ended that may write there.",
     "uptime_s": "Seconds since start.",
     "draining": "1 while the node hands its pages over before it ends.",
     "degraded": "1 while /health names problems.",
@@ -57,6 +61,12 @@ _COUNTERS = {
     "remote_sent_pages": "Pages sent to other hosts.",
     "remote_sent_bytes": "Bytes of pages sent to other hosts.",
     "remote_failed_readers": "Other hosts' connections that failed.",
+    "links_made": "Links made to other nodes.",
+    "links_failed": "Links that could not be made.",
+    "link_fences": "Links ended.",
+    "link_fences_failed": "Links that could not be ended for certain.",
+    "link_sent_bytes": "Bytes of pages written to other nodes over links.",
+    "link_received_bytes": "Bytes of pages that came over links and were whole.",
     "remote_refused_readers": "Other hosts' connections refused: too many.",
 }
 

@@ -32,6 +32,7 @@ from hicache_mooncake.node.data_server import DataServer
 from hicache_mooncake.node.drain import drain
 from hicache_mooncake.node.giver import Giver
 from hicache_mooncake.node.link_session import Busy
+from hicache_mooncake.node.links import Links
 from hicache_mooncake.node.master_link import JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.metrics import NodeMetrics
 from hicache_mooncake.node.rank_server import RankServer
@@ -102,6 +103,7 @@ class Node:
         )
         self.data_key = b""
         self.ranks = RankServer(self, settings.socket)
+        self.links = Links(self)
         self.giver = Giver(self)
         self.started_at = time.monotonic()
         self._joined_at = self.started_at
@@ -154,6 +156,8 @@ class Node:
                 ) from error
             self.metrics_address = observatory.address
             self._cleanup.callback(observatory.stop)
+        self.links.start()
+        self._cleanup.callback(self.links.stop)
         self.data.start()
         self._cleanup.callback(self.data.stop)
         self.link.start()
@@ -219,7 +223,7 @@ class Node:
             raise NodeError(f"--dram {length}: {error.strerror}") from error
         self._cleanup.callback(os.close, fd)
         segment = Mapping(fd, length, writable=True)
-        self._cleanup.callback(segment.close)
+        self._cleanup.callback(lambda: None if self.links.unfenced else segment.close())
         return fd, segment
 
     def _advertised(self, bound_host: str, bound_port: int) -> tuple[str, int]:
@@ -257,6 +261,7 @@ class Node:
         return answer, [self.segment_fd] if moves else []
 
     def gone(self, owner: int) -> None:
+        self.links.settle_owner(owner)
         with self.lock:
             self.core.drop_owner(owner)
             self._unclaimed.notify_all()
@@ -268,13 +273,21 @@ class Node:
             case p.AdminStatus():
                 cluster = self.link.cluster_status(LOOKUP_TIMEOUT_S)
                 return p.AdminReport(self.report(), cluster.nodes if cluster is not None else [])
+            case p.Landed():
+                self.links.landed(owner, message)
+                return None
             case p.Locate() if message.wait_s > 0:
                 self._wait_for_claims(message)
+            case p.Commit():
+                self.links.settle(owner, message.txn)
         answer = self._drive(self.core.handle(owner, message, time.monotonic()))
         with contextlib.suppress(IndexError):  # another thread may be quicker
             while self._to_say:
                 self._quiet(*self._to_say.popleft())
         match message:
+            case p.Locate():
+                assert isinstance(answer, p.Located)
+                return self.links.land(owner, message, answer)
             case p.Commit():
                 with self.lock:
                     self._unclaimed.notify_all()
@@ -438,6 +451,7 @@ class Node:
             report |= self.core.report(now)
         report.update(self.ranks.report())
         report.update(self.data.report())
+        report.update(self.links.report())
         return report
 
 

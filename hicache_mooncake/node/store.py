@@ -226,6 +226,8 @@ class Store:
         """(namespace, hash) of what claimed reservations are for: the transaction, and until when others wait for it."""
         self._held_by: dict[int, set[int]] = {}
         """Ids of the pins and reservations of each owner."""
+        self._lent: dict[int, int] = {}
+        """Offset -> length of bodies that are no objects: room that links write to, and what is never used again."""
         self._condemned: deque[Home] = deque()
         """Namespaces that were cleared: out of the index, their objects still to be taken apart by `sweep`."""
         self._next_id = 1
@@ -519,6 +521,33 @@ class Store:
                 self._not_written(page)
                 self.allocator.free(offset, reservation.length)
             self.stats.abandoned += len(reservation.offsets)
+
+    def strand(self, owner: int, txn: int) -> int:
+        """A reservation of this owner is over and its room is never used again: something may still be writing to it. Returns
+        how many bytes that is."""
+        reservation = self._reservations.get(txn)
+        if reservation is None or reservation.owner != owner:
+            return 0
+        del self._reservations[txn]
+        self._reserved -= len(reservation.offsets)
+        self._let_go(owner, txn)
+        self._end_claims(txn, reservation)
+        for page in reservation.pages:
+            self._not_written(page)
+        self._lent |= dict.fromkeys(reservation.offsets, reservation.length)
+        self.stats.abandoned += len(reservation.offsets)
+        return blocks_of(reservation.length) * len(reservation.offsets)
+
+    def lend(self, length: int, count: int) -> list[int]:
+        """Offsets of up to `count` bodies that are no objects, of what is free: nothing is evicted. Until `take_back`."""
+        offsets = self.allocator.allocate_many(length, count) if count else []
+        self._lent |= dict.fromkeys(offsets, length)
+        return offsets
+
+    def take_back(self, offsets: Iterable[int]) -> None:
+        """What `lend` gave. Nothing writes to it any more."""
+        for offset in offsets:
+            self.allocator.free(offset, self._lent.pop(offset))
 
     def discard(self, namespace: bytes, hashes: bytes, reason: str) -> int:
         """Forget objects whose bytes are not what they should be, and the other parts of their pages. Returns how many
@@ -962,7 +991,7 @@ class Store:
         assert self.pinned_bytes == sum(entry.length for entry in by_id.values() if entry.pins)
         blocks = [(entry.offset, entry.length) for entry in by_id.values()]
         blocks += [(offset, held.length) for held in self._reservations.values() for offset in held.offsets]
-        self.allocator.validate(blocks)
+        self.allocator.validate([*blocks, *self._lent.items()])
 
 
 def _split(hashes: bytes) -> list[bytes]:

@@ -1,0 +1,574 @@
+"""This node's links to other nodes: makes and ends them, lends room that they write to, and fences it before it is used again.
+
+A link is made on a thread of its own when a rank of this host first reads from the other node, over a connection to that node's
+data port; until it stands, and whenever it does not, pages come by tcp. Either side writes over it. All decisions are made in
+`link_book`, `landing` and `window`; here are the threads, the sockets and the transport.
+
+Lock order: `_lock` before the node's; neither is held while a link is made, ended or written to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.config import Settings
+from hicache_mooncake.node.allocator import blocks_of
+from hicache_mooncake.node.core import NodeCore
+from hicache_mooncake.node.landing import Landing, Landings
+from hicache_mooncake.node.link_book import REFUSED_S, UNKNOWN_S, LinkBook, State
+from hicache_mooncake.node.sending import Sent, Way, pieces_of, write
+from hicache_mooncake.node.window import Window
+from hicache_mooncake.quiet import QuietLog
+from hicache_mooncake.transfer import tcp
+from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.transport import Link, Transport, TransportError, TransportOptions, open_transport
+
+log = logging.getLogger(__name__)
+
+_linked_decoder = p.decoder(p.Linked | p.Refused)
+
+_MAKE_S = 5.0
+_READY_S = 2.0
+"""Who asks for a link while this node still registers its segment waits so long."""
+_LOOK_S = 0.2
+_SHARE = 8
+"""This part of the segment, at most, is lent to links at a time."""
+_MAX_PEERS_SHOWN = 64
+_MAX_LINK_MESSAGE = 4 << 20
+"""Of Linked: a token names every memory region of a large segment on every device."""
+
+
+class Linking(Protocol):
+    """Whose links these are: a node."""
+
+    name: str
+    incarnation: bytes
+    settings: Settings
+    core: NodeCore
+    lock: threading.Lock
+    segment: Mapping
+    segment_fd: int
+    data_key: bytes
+
+
+@dataclass(slots=True)
+class _Held:
+    """A link, until nobody uses it any more. `fenced`: whether its end could be had; None before."""
+
+    way: Way
+    fenced: bool | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Unwanted(Exception):
+    """The other node makes no links, now or at all; `for_s`: ask it again after this time."""
+
+    def __init__(self, why: str, for_s: float) -> None:
+        super().__init__(why)
+        self.for_s = for_s
+
+
+class Links:
+    """Thread-safe. `start` when the segment is there; `stop` before it goes."""
+
+    def __init__(self, node: Linking) -> None:
+        settings = node.settings
+        self._node = node
+        self._scheme = {"auto": "verbs", "tcp": ""}.get(settings.transport, settings.transport)
+        """Of the links' transport; empty: there are no links."""
+        self._forced = settings.transport not in ("auto", "tcp")
+        self._options = TransportOptions(
+            devices=settings.rdma_devices,
+            gid_index=settings.gid_index,
+            verbs_binding=settings.verbs_binding,
+            lanes=settings.lanes,
+            max_in_flight=settings.max_in_flight,
+            copy_threads=settings.copy_threads,
+        )
+        self._transport: Transport | None = None
+        self._token = b""
+        self._why_not = "" if self._scheme else "transport=tcp"
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        """Notified when a landing has ended."""
+        self._book = LinkBook(random.Random())
+        self._landings = Landings(node.core.store.allocator.capacity // _SHARE)
+        self._window = Window(settings.max_in_flight)
+        self._held: dict[int, _Held] = {}
+        self._ready = threading.Event()
+        """The transport is there, or it is known that there is none."""
+        self._stopping = threading.Event()
+        self._stopped = False
+        self._quiet = QuietLog(log)
+        self._made = self._failed = self._fences = self._unfenced = 0
+        self._sent_bytes = self._received_bytes = self._claims_stranded_bytes = 0
+        self.unfenced = False
+        """After `stop`: something may still write to the segment, which must stay where it is."""
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Opens the transport and registers the segment beside everything else: that takes seconds where it is large."""
+        if self._scheme:
+            threading.Thread(target=self._run, name="links", daemon=True).start()
+        else:
+            self._ready.set()
+
+    def stop(self) -> None:
+        """Ends all links. Returns when nothing writes to the segment any more, or sets `unfenced`."""
+        with self._lock:
+            self._stopped = True
+            held = list(self._held)
+        self._stopping.set()
+        for link_id in held:
+            self.unfenced |= not self.fence(link_id, "this node ends")
+        if not self._ready.wait(_MAKE_S):
+            self.unfenced = True  # the segment is being registered just now
+        if self._transport is not None:
+            try:
+                self._transport.close()
+            except TransportError as error:
+                self.unfenced = True
+                log.error("the %s transport could not be closed: %s", self._scheme, error)
+
+    def _run(self) -> None:
+        try:
+            self._open()
+        except TransportError as error:
+            self._why_not = str(error)
+            level = logging.WARNING if self._forced else logging.INFO
+            log.log(level, "pages of other hosts come by tcp; no %s links: %s", self._scheme, error)
+        except Exception as error:
+            self._why_not = f"internal error: {error}"
+            log.exception("pages of other hosts come by tcp; the %s transport failed. Please report this", self._scheme)
+        finally:
+            self._ready.set()
+        while self._transport is not None and not self._stopping.wait(_LOOK_S):
+            try:
+                self._look()
+            except Exception:
+                self._quiet(logging.ERROR, "look", "looking after links failed; going on. Please report this", exc_info=True)
+
+    def _open(self) -> None:
+        node = self._node
+        transport = open_transport(self._scheme, self._options)
+        try:
+            self._token = transport.register(node.segment.address, node.segment.length, node.segment_fd)
+        except TransportError:
+            transport.close()
+            raise
+        self._transport = transport
+        log.info("links to other nodes are made by %s", self._scheme)
+
+    def _look(self) -> None:
+        """Ends what is dead, idle, or waited for too long."""
+        now = time.monotonic()
+        with self._lock:
+            up = [(link_id, held) for link_id, held in self._held.items() if held.fenced is None]
+            idle = self._book.idle(now)
+            expired = [(each, self._landings.begin_end(each)) for each in self._landings.expired(now)]
+        for link_id, held in up:
+            if not held.way.link.alive:
+                self.fence(link_id, "it has died")
+        for link_id in idle:
+            self.fence(link_id, "nobody used it")
+        for landing, fence in expired:
+            if fence is not None:
+                self._end(landing, fence)
+        with self._lock:
+            for link_id in self._book.forget():
+                self._held.pop(link_id, None)
+
+    # ------------------------------------------------------------------ making links
+
+    def link_to(self, peer: p.Peer) -> int:
+        """The id of a link to this node, over which either side may write. 0: there is none, and one is begun to be made if
+        that is of use."""
+        if self._transport is None or peer.socket:  # on one host pages come through shared memory
+            return 0
+        now = time.monotonic()
+        with self._lock:
+            if not self._usable():
+                return 0
+            found = self._book.link_to(peer.node, peer.incarnation, now)
+            if found:
+                return found if self._held[found].way.link.alive else 0
+            link_id = secrets.randbits(62) + 1
+            if not self._book.want(peer, link_id, now):
+                return 0
+        try:
+            threading.Thread(target=self._make, args=(peer, link_id), name=f"link {peer.node}", daemon=True).start()
+        except RuntimeError as error:  # no more threads for this user or container
+            with self._lock:
+                self._book.down(link_id, now, str(error))
+        return 0
+
+    def _usable(self) -> bool:
+        """Not when links have cost so much of the segment that the next ones may cost the rest."""
+        return not self._stopped and self._stranded() <= self._landings.most_bytes // 2
+
+    def _make(self, peer: p.Peer, link_id: int) -> None:
+        at_least_s = 0.0
+        try:
+            link, linked = self._connect(peer, link_id)
+        except _Unwanted as error:
+            why, at_least_s = str(error), error.for_s
+        except (OSError, TransportError, p.ProtocolError) as error:
+            why = str(error)
+        except Exception as error:
+            log.exception("a link to node %s could not be made. Please report this", peer.node)
+            why = f"internal error: {error}"
+        else:
+            self._stands(link_id, peer.node, link, linked.address, linked.length)
+            return
+        with self._lock:
+            self._failed += 1
+            self._book.down(link_id, time.monotonic(), why, at_least_s=at_least_s)
+        self._quiet(logging.INFO, f"link {peer.node}", f"no {self._scheme} link to node {peer.node}, tcp is used: {why}")
+
+    def _connect(self, peer: p.Peer, link_id: int) -> tuple[Link, p.Linked]:
+        node, transport = self._node, self._transport
+        assert transport is not None
+        deadline = time.monotonic() + _MAKE_S
+        connection = tcp.PeerConnection(peer, deadline, node.data_key, node.name)
+        sock = connection.sock
+        try:
+            tcp.set_timeouts(sock, deadline - time.monotonic())
+            tcp.send_message(sock, self._offer(link_id))
+            try:
+                answer = tcp.receive_message(sock, _linked_decoder, deadline, _MAX_LINK_MESSAGE)
+            except ConnectionError as error:
+                raise _Unwanted("it broke off, as an older release does that knows no links", UNKNOWN_S) from error
+            if isinstance(answer, p.Refused):
+                raise _Unwanted(answer.reason, REFUSED_S)
+            if (answer.node, answer.incarnation) != (peer.node, peer.incarnation):
+                raise p.ProtocolError(f"at {peer.host}:{peer.port} is node {answer.node} in another life than the masters know")
+        except BaseException:
+            connection.close()
+            raise
+        link = transport.connect([_plain(sock)], deadline)
+        _learn(link, answer.address, answer.length, answer.token)
+        return link, answer
+
+    def _offer(self, link_id: int) -> p.Link:
+        node = self._node
+        return p.Link(
+            p.PROTOCOL_MAX,
+            node.name,
+            node.incarnation,
+            self._scheme,
+            link_id,
+            node.segment.address,
+            node.segment.length,
+            self._token,
+        )
+
+    def accept(self, sock: socket.socket, asked: p.Link, proven: str) -> bool:
+        """Another node asks for a link on this connection; `proven` is who it has proved to be, where the cluster has a key.
+        True: the connection is the link's from here on, or has been closed. False: it was refused, and goes on as before."""
+        now = time.monotonic()
+        self._ready.wait(_READY_S)
+        transport, node = self._transport, self._node
+        problem = self._unfit(sock, asked, proven)
+        if not problem:
+            with self._lock:
+                problem = (
+                    "this node ends" if self._stopped else self._book.accept(asked.id, asked.requester, asked.incarnation, now)
+                )
+        if problem:
+            tcp.send_message(sock, p.Refused(f"node {node.name} makes no link: {problem}"))
+            return False
+        assert transport is not None
+        deadline = now + _MAKE_S
+        tcp.set_timeouts(sock, _MAKE_S)
+        try:
+            linked = p.Linked(node.name, node.incarnation, node.segment.address, node.segment.length, self._token)
+            tcp.send_message(sock, linked)
+            link = transport.accept([_plain(socket.socket(fileno=sock.detach()))], deadline)
+            _learn(link, asked.address, asked.length, asked.token)
+        except (OSError, TransportError) as error:
+            with self._lock:
+                self._failed += 1
+                self._book.down(asked.id, time.monotonic(), str(error))
+            text = f"no {self._scheme} link with node {asked.requester}, which asked for one: {error}"
+            self._quiet(logging.INFO, f"link {asked.requester}", text)
+            sock.close()
+            return True
+        self._stands(asked.id, asked.requester, link, asked.address, asked.length)
+        return True
+
+    def _unfit(self, sock: socket.socket, asked: p.Link, proven: str) -> str:
+        """Why there is no link for whoever asks; "" when there is no reason."""
+        if self._transport is None:
+            return self._why_not or "its segment is still being registered"
+        if asked.scheme != self._scheme:
+            return f"its links are by {self._scheme}, not {asked.scheme}"
+        if self._node.data_key and asked.requester != proven:
+            return f"{asked.requester!r} has proved to be {proven!r}"
+        if asked.requester == self._node.name:
+            return "the other end has the same name: give each node its own (--name)"
+        if type(sock) is not socket.socket:
+            return "the cluster's data ports use TLS, and links would pass it by"
+        return ""
+
+    def _stands(self, link_id: int, peer: str, link: Link, address: int, length: int) -> None:
+        way = Way(link_id, link, self._node.segment.address, address, length)
+        with self._lock:
+            self._held[link_id] = _Held(way)
+            former = self._book.up(link_id, time.monotonic())
+            self._made += 1
+            if self._stopped:
+                former.append(link_id)
+        for each in former:
+            self.fence(each, "another one replaces it")
+        log.info("%s link to node %s stands", self._scheme, peer)
+
+    # ------------------------------------------------------------------ ends
+
+    def fence(self, link_id: int, why: str) -> bool:
+        """End a link that is in use. True: nothing of it lands in the segment any more. False: that cannot be had, and the room
+        that it may write to must not be used again."""
+        with self._lock:
+            held = self._held.get(link_id)
+        if held is None:
+            return True  # it never stood, or has ended while nobody used it
+        with held.lock:
+            if held.fenced is not None:
+                return held.fenced
+            assert self._transport is not None
+            fenced = self._transport.fences
+            try:
+                held.way.link.close()
+            except TransportError as error:
+                fenced = False
+                why += f", and could not be ended: {error}"
+            held.fenced = fenced
+            with self._lock:
+                self._fences += 1
+                self._unfenced += not fenced
+                entry = self._book.find(link_id)
+                node = entry.node if entry is not None else ""
+                self._book.down(link_id, time.monotonic(), why)
+        self._quiet(logging.INFO, f"end {node}", f"the {self._scheme} link to node {node} has been ended: {why}")
+        return fenced
+
+    # ------------------------------------------------------------------ what comes: room for a mover's pages
+
+    def land(self, owner: int, asked: p.Locate, located: p.Located) -> p.Located:
+        """Say over which links pages of this answer may come, and where to. They are the owner's until `landed`."""
+        if self._transport is None or asked.here_only or not located.peers:
+            return located
+        pages: dict[int, list[int]] = {}
+        claims: dict[int, list[tuple[int, int]]] = {}
+        room = iter(located.room)
+        for key, (status, where) in enumerate(zip(located.status, located.where, strict=True)):
+            if status == p.REMOTE:
+                pages.setdefault(where, []).append(key)
+            elif status == p.FETCH:
+                claims.setdefault(where, []).append((key, next(room)))
+        links = [self.link_to(peer) if index in pages or index in claims else 0 for index, peer in enumerate(located.peers)]
+        if not any(links):
+            return located
+        return self._lend(owner, asked.length, located, links, pages, claims)
+
+    def _lend(
+        self,
+        owner: int,
+        length: int,
+        located: p.Located,
+        links: list[int],
+        pages: dict[int, list[int]],
+        claims: dict[int, list[tuple[int, int]]],
+    ) -> p.Located:
+        now, size = time.monotonic(), blocks_of(length)
+        places = [-1] * len(located.status)
+        lent: dict[int, list[int]] = {}
+        nodes: dict[int, str] = {}
+        claimed: list[int] = []
+        with self._lock:
+            if not self._landings.may_open(owner):
+                return located
+            left = self._landings.room_for(owner, size)
+            for index, link in enumerate(links):
+                if not link or not self._book.use(link, now):
+                    links[index] = 0
+                    continue
+                node = located.peers[index].node
+                keys = pages.get(index, [])
+                granted = self._window.take(node, owner, size, min(len(keys), left), now) if keys and left else 0
+                with self._node.lock:
+                    offsets = self._node.core.store.lend(length, granted)
+                self._window.give_back(node, owner, size, granted - len(offsets))
+                left -= len(offsets)
+                for key, offset in [*zip(keys, offsets, strict=False), *claims.get(index, [])]:
+                    places[key] = offset
+                if index in claims:
+                    claimed.append(link)
+                if offsets:
+                    lent[link], nodes[link] = offsets, node
+                elif index not in claims:
+                    self._book.unuse(link)
+                    links[index] = 0
+            if not any(links):
+                return located
+            landing = self._landings.open(owner, size, lent, nodes, now, txn=located.txn, claimed=claimed)
+        return msgspec.structs.replace(located, links=links, landing=landing.id, places=places)
+
+    def landed(self, owner: int, message: p.Landed) -> None:
+        """The mover is done. Returns when the room has gone back, after the fence of what is not quiet."""
+        with self._lock:
+            self._received_bytes += max(0, message.received)
+            landing = self._landings.find(owner, message.landing)
+            fence = self._landings.begin_end(landing, message.quiet) if landing is not None else None
+        if landing is not None and fence is not None:
+            self._end(landing, fence)
+
+    def settle(self, owner: int, txn: int) -> None:
+        """The room of this transaction is about to be stored or freed: nothing may be under way to it."""
+        with self._lock:
+            landing = self._landings.of_txn(owner, txn)
+        if landing is not None:
+            self._settle(landing)
+
+    def settle_owner(self, owner: int) -> None:
+        """The same of all that this owner has: its connection has ended."""
+        with self._lock:
+            landings = self._landings.of_owner(owner)
+        for landing in landings:
+            self._settle(landing)
+
+    def _settle(self, landing: Landing) -> None:
+        with self._lock:
+            fence = self._landings.begin_end(landing)
+            if fence is None:
+                self._settled.wait_for(lambda: self._landings.find(landing.owner, landing.id) is None)
+                return
+        self._end(landing, fence)
+
+    def _end(self, landing: Landing, fence: set[int]) -> None:
+        """Fence these links, and give the room back."""
+        refused = {link for link in fence if not self.fence(link, "a load over it did not come to its end")}
+        stranded = 0
+        with self._lock, self._node.lock:
+            if refused & landing.claimed:
+                stranded = self._node.core.strand(landing.owner, landing.txn)
+            self._claims_stranded_bytes += stranded
+            ended = self._landings.ended(landing, refused)
+            self._node.core.store.take_back(ended.free)
+            for link, node in landing.nodes.items():
+                self._window.give_back(node, landing.owner, landing.length, len(landing.places[link]))
+            for link in landing.links:
+                self._book.unuse(link)
+            self._settled.notify_all()
+        if stranded or ended.stranded:
+            self._tell_stranded()
+
+    def strand(self, owner: int, txn: int) -> None:
+        """The same of pushed pages, whose link could not be ended."""
+        with self._lock, self._node.lock:
+            self._claims_stranded_bytes += self._node.core.strand(owner, txn)
+        self._tell_stranded()
+
+    def _tell_stranded(self) -> None:
+        text = (
+            f"{self._stranded()} bytes of the segment are not used any more until this node is started anew: links over "
+            f"{self._scheme} could not be ended, and may still write there"
+        )
+        self._quiet(logging.WARNING, "stranded", text)
+
+    def _stranded(self) -> int:
+        return self._landings.stranded_bytes + self._claims_stranded_bytes
+
+    # ------------------------------------------------------------------ what goes
+
+    def send(
+        self, link_id: int, peer: str, offsets: Sequence[int], places: Sequence[int], length: int, deadline: float
+    ) -> Sent:
+        """Write bodies of the segment into the peer's, over this link; waits for the end. Raises ProtocolError for places that
+        cannot be."""
+        if not self.begin(link_id, peer):
+            return Sent.NOTHING
+        try:
+            way = self._held[link_id].way
+            pieces = pieces_of(way, offsets, places, length)
+            sent, error = write(way, pieces, deadline) if pieces else (Sent.WHOLE, None)
+            if error is None:
+                with self._lock:
+                    self._sent_bytes += length * len(offsets)
+            elif sent is Sent.FAILED or error.reason != "deadline":  # else too much is under way: the link is good
+                self.fence(link_id, f"{error.reason}: {error}")
+            return sent
+        finally:
+            self.done(link_id)
+
+    def begin(self, link_id: int, peer: str) -> bool:
+        """Something is to be under way between this node and that one on this link, until `done`. False: there is no such link
+        that is up."""
+        with self._lock:
+            entry = self._book.find(link_id)
+            known = entry is not None and entry.node == peer and self._usable()
+            return known and self._book.use(link_id, time.monotonic())
+
+    def done(self, link_id: int) -> None:
+        with self._lock:
+            self._book.unuse(link_id)
+
+    def received(self, size: int) -> None:
+        """Bytes of pushed pages that came over a link."""
+        with self._lock:
+            self._received_bytes += size
+
+    # ------------------------------------------------------------------ for people
+
+    def report(self) -> dict[str, int | float | str | bool]:
+        with self._lock:
+            report: dict[str, int | float | str | bool] = {
+                "transport": self._scheme if self._transport is not None else "tcp",
+                "transport_why": self._why_not,
+                "links": self._book.count(State.UP),
+                "links_making": self._book.count(State.MAKING),
+                "links_made": self._made,
+                "links_failed": self._failed,
+                "link_fences": self._fences,
+                "link_fences_failed": self._unfenced,
+                "link_sent_bytes": self._sent_bytes,
+                "link_received_bytes": self._received_bytes,
+                "landing_bytes": self._landings.lent_bytes - self._landings.stranded_bytes,
+                "quarantined_bytes": self._stranded(),
+            }
+            for view in self._book.views(_MAX_PEERS_SHOWN):
+                how = f"{self._scheme} {view.state}"
+                report[f"peer {view.node}"] = f"{how}; tcp is used: {view.why}" if view.state != State.UP.value else how
+        if self._transport is not None:
+            with contextlib.suppress(TransportError):
+                report |= {f"{self._scheme} {key}": value for key, value in self._transport.report().items()}
+        return report
+
+
+def _plain(sock: socket.socket) -> socket.socket:
+    """As a transport wants it: it blocks, without a limit of its own."""
+    sock.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, 0))
+    return sock
+
+
+def _learn(link: Link, address: int, length: int, token: bytes) -> None:
+    """Raises TransportError, and ends the link then."""
+    try:
+        link.learn(address, length, token)
+    except TransportError:
+        link.close()
+        raise

@@ -1,0 +1,96 @@
+"""Two nodes in this process that make links by a transport of the test's choice, and ranks with real movers over them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache_mooncake.config import Settings, load_settings
+from hicache_mooncake.node import links as links_module
+from hicache_mooncake.node.service import Node
+from hicache_mooncake.testing.local import FakeRank, page_hash
+from hicache_mooncake.transfer.transport import Transport, TransportOptions
+from tests.conftest import MasterProcess, wait_until
+
+NS = b"n" * 16
+PAGE = 64 << 10
+LONG_S = 30.0
+"""A limit on hangs, not a measurement."""
+
+
+def names(*which: object) -> list[bytes]:
+    return [page_hash(name) for name in which]
+
+
+class Pair:
+    """`a` stores and `b` reads. `transports` are theirs, in the order in which they were opened."""
+
+    def __init__(self, tmp_path: Path, master: MasterProcess, **settings: object) -> None:
+        self.tmp_path = tmp_path
+        self.master = master
+        self.ranks: list[FakeRank] = []
+        self.options = {"masters": (master.address,), "listen": "127.0.0.1:0", "metrics": "", "transport": "verbs"} | settings
+        self.a, self.b = self.node("a"), self.node("b")
+
+    def node(self, name: str, **settings: object) -> Node:
+        own = {"socket": str(self.tmp_path / f"{name}.sock"), "dram": "16MiB", "name": name, "host_id": name}
+        node = Node(load_settings({}, {}, self.options | own | settings)[0])
+        node.start()
+        wait_until(lambda: node.link.state == "joined", LONG_S, "joined")
+        return node
+
+    def rank(self, node: Node, **settings: object) -> FakeRank:
+        options = {"socket": node.settings.socket, "node": "external", "deadline_s": 5.0} | settings
+        chosen: Settings = load_settings({}, {}, options)[0]
+        self.ranks.append(FakeRank(chosen, page_bytes=PAGE))
+        return self.ranks[-1]
+
+    def stored(self, writer: FakeRank, reader: FakeRank, *which: object) -> list[bytes]:
+        """Pages by these names, stored by one and found by the other."""
+        pages = names(*which)
+        wait_until(lambda: writer.store(NS, pages).ok == b"\x01" * len(pages), LONG_S, "stored")
+        wait_until(lambda: reader.exists(NS, pages) == len(pages), LONG_S, "found")
+        return pages
+
+    def link_up(self, reader: FakeRank, pages: list[bytes]) -> None:
+        """Both ends know of a link that works: reading makes one."""
+
+        def up() -> bool:
+            reader.load(NS, pages)
+            return bool(self.a.report()["links"]) and bool(self.b.report()["links"])
+
+        wait_until(up, LONG_S, "a link")
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        for node in (self.a, self.b):
+            node.stop()
+
+
+Opened = Callable[[str, TransportOptions], Transport]
+
+
+@pytest.fixture
+def pair(
+    tmp_path: Path, start_master: Callable[[], MasterProcess], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Pair]]:
+    with contextlib.ExitStack() as made:
+
+        def build(opened: Opened, **settings: object) -> Pair:
+            monkeypatch.setattr(links_module, "open_transport", opened)
+            built = Pair(tmp_path, start_master(), **settings)
+            made.callback(built.close)
+            return built
+
+        yield build
+
+
+def in_thread(what: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=what, daemon=True)
+    thread.start()
+    return thread
