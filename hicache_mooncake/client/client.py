@@ -5,6 +5,7 @@ Nothing raises out of the data calls: what fails is a miss with a counted reason
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -19,7 +20,7 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import Backoff
 from hicache_mooncake.client.embedded import ensure_node, own_user_only
 from hicache_mooncake.client.geometry import PoolGeometry
-from hicache_mooncake.client.mover_process import MoverProcess, MoverUnavailable
+from hicache_mooncake.client.mover_process import START_S, MoverProcess, MoverUnavailable
 from hicache_mooncake.client.queries import EMBEDDED_START_S, NodeQueries
 from hicache_mooncake.config import Settings
 from hicache_mooncake.quiet import QuietLog
@@ -135,6 +136,7 @@ class PoolClient:
         all_memfd = all(region.fd >= 0 for region in known) and len(known_fds) <= MAX_FDS
         if wanted == "segment":
             self.mode, self.mode_reason = "segment", "copy_mode"
+            self._warm_bounces()
             return self.mode
         if wanted == "memfd" and not all_memfd:
             problem = (
@@ -172,6 +174,8 @@ class PoolClient:
                 raise
             self.mode, self.mode_reason = "segment", f"{'memfd' if use_memfd else 'process_vm'} does not work here: {error}"
             log.warning("copying through the shared segment, which is slower: %s", self.mode_reason)
+        if self.mode == "segment" or (self.mode == "process_vm" and in_small_pieces(geometry.runs)):
+            self._warm_bounces()
         return self.mode
 
     # ------------------------------------------------------------------ data calls
@@ -283,7 +287,7 @@ class PoolClient:
     ) -> Outcome:
         count = len(hashes) // p.HASH_BYTES
         try:
-            bounce = self._bounce(op)
+            bounce = self._bounce(op, self.settings.deadline_s / 2)
             at_once, slot = bounce.slots(body.length)
         except (MoverUnavailable, OSError, ValueError) as error:
             self.quiet(logging.WARNING, "bounce", f"no copy buffer: {error}")
@@ -375,7 +379,14 @@ class PoolClient:
 
     # ------------------------------------------------------------------ inside
 
-    def _bounce(self, role: str) -> Bounce:
+    def _warm_bounces(self) -> None:
+        """Have the copy buffers and their movers before the first call, which has no time for it. One that does not start now
+        is tried again by a call."""
+        for role, lock in self._bounce_locks.items():
+            with lock, contextlib.suppress(MoverUnavailable, OSError):
+                self._bounce(role, START_S)
+
+    def _bounce(self, role: str, timeout_s: float) -> Bounce:
         """The copy buffer and its mover, made on first use (by the caller who holds the role's lock)."""
         bounce = self._bounces.get(role)
         if bounce is None:
@@ -386,7 +397,7 @@ class PoolClient:
             lanes = self.settings.lanes
             attach = p.Attach(self.settings.socket, os.getpid(), self.client, [bounce.region], own_user, lanes=lanes)
             try:
-                self._bounce_movers[role].attach(attach, [bounce.fd], timeout_s=self.settings.deadline_s / 2)
+                self._bounce_movers[role].attach(attach, [bounce.fd], timeout_s=timeout_s)
             except BaseException:
                 self._bounce_retry[role].failed()
                 bounce.close()

@@ -39,6 +39,14 @@ from hicache_mooncake.wire import Wire, WireClosed
 _to_mover = p.decoder(p.ToMover)
 
 _NO_ROOM_RETRIES_S = (0.01, 0.03)
+_STORE_PARTS = (0.25, 0.5, 0.25)
+"""How a large batch is split, head first: the node reserves and commits one part while another is copied. The first and the
+last are small, since nothing is copied while the node answers for them."""
+_LOAD_PARTS = (0.25, 0.75)
+"""The same for loads of pages that are here."""
+_PARTS_FROM_PAGES, _PARTS_FROM_BYTES = 24, 1 << 20
+"""Of fewer pages or bytes a question more costs what it saves."""
+_SETTLE_S = 0.1
 _WAIT_SHARE = 0.5
 """Of the time that is left: how long a rank waits for another that fetches the same pages, before it fetches them itself."""
 
@@ -54,6 +62,9 @@ class Mover:
         self._lanes = Lanes(lanes)
         # A child that the engine forks holds the engine's end of our socket open: its end alone does not tell that it is gone.
         self._engine_pid = engine_pid
+        self._unsettled: list[p.Message] = []
+        self._all_here = False
+        """All pages of the last load were local: those of the next will be."""
         self._engine: int | None = None
         with contextlib.suppress(OSError):  # not in every sandbox: then we look who our parent is
             self._engine = os.pidfd_open(engine_pid)
@@ -65,6 +76,10 @@ class Mover:
         if self._engine is not None:
             os.close(self._engine)
             self._engine = None
+
+    def warm(self) -> None:
+        """Have what the first batch needs: the connection to the node, and its segment."""
+        self._link.warm()
 
     def wait(self, wire: Wire) -> bool:
         """Until there is a batch, or the engine is gone (False). Meanwhile a node that ends is let go of."""
@@ -99,36 +114,72 @@ class Mover:
             reasons[error.reason] += ok.count(0) - sum(reasons.values())
             return p.Transferred(bytes(ok), dict(reasons), id=job.id)
 
+    def settle(self) -> None:
+        """What the node is still to be told of the last batch: nothing that the rank's answer waits for. To be called after
+        every batch, however it ended."""
+        unsettled, self._unsettled = self._unsettled, []
+        for message in unsettled:
+            self._link.tell(message, time.monotonic() + _SETTLE_S)
+
     # ------------------------------------------------------------------ load
 
     def _load(self, batch: Batch, ok: bytearray, reasons: Counter[str], deadline: float) -> tuple[int, int]:
         """Returns (bytes that were here, bytes that came from other nodes)."""
-        here, waiting = self._load_some(batch, range(batch.count), ok, reasons, deadline, shared=batch.job.shared)
+        everything = list(range(batch.count))
+        # Pages of other nodes are asked for in one question: a master answers it, and their nodes begin to send.
+        parts = (
+            _in_parts(everything, batch.body_bytes, _LOAD_PARTS) if self._all_here and not batch.job.shared else [everything]
+        )
+        here, waiting = self._load_parts(batch, parts, ok, reasons, deadline)
         if waiting:  # another rank fetches them for all. If it does not come to an end, they are fetched anew
             wait_s = max(0.0, deadline - time.monotonic()) * _WAIT_SHARE
-            more, _ = self._load_some(batch, waiting, ok, reasons, deadline, shared=False, wait_s=wait_s)
+            located = self._link.ask(self._locate(batch, waiting, deadline, shared=False, wait_s=wait_s), deadline)
+            more, _ = self._load_located(batch, waiting, located, ok, reasons, deadline)
             here = (here[0] + more[0], here[1] + more[1])
         return here
 
-    def _load_some(
+    def _load_parts(
+        self, batch: Batch, parts: list[list[int]], ok: bytearray, reasons: Counter[str], deadline: float
+    ) -> tuple[tuple[int, int], list[int]]:
+        """Load these parts of the batch: (bytes from here and from elsewhere), and the pages that another rank is fetching.
+        While one part is copied the node looks the next one up."""
+        questions = [self._locate(batch, part, deadline, shared=batch.job.shared) for part in parts]
+        answers = [self._link.ask(questions[0], deadline)]
+        for question in questions[1:]:
+            self._link.ask_ahead(question, deadline)
+        here, elsewhere = 0, 0
+        waiting: list[int] = []
+        self._all_here = True
+        for number, part in enumerate(parts):
+            if number == len(answers):
+                answers.append(self._link.take(deadline))
+            located = answers[number]
+            assert isinstance(located, p.Located)
+            if located.status.count(p.LOCAL) < len(part):
+                self._all_here = False
+                answers += [self._link.take(deadline) for _ in parts[len(answers) :]]  # the node is asked more for these
+            more, others = self._load_located(batch, part, located, ok, reasons, deadline)
+            here, elsewhere, waiting = here + more[0], elsewhere + more[1], waiting + others
+        return (here, elsewhere), waiting
+
+    @staticmethod
+    def _locate(batch: Batch, pages: Sequence[int], deadline: float, *, shared: bool, wait_s: float = 0.0) -> p.Locate:
+        job = batch.job
+        hashes = job.hashes if len(pages) == batch.count else p.select_hashes(job.hashes, pages)
+        left = max(0.0, deadline - time.monotonic() - wait_s)
+        return p.Locate(job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s, job.touch, left)
+
+    def _load_located(
         self,
         batch: Batch,
         pages: Sequence[int],
+        located: p.Message,
         ok: bytearray,
         reasons: Counter[str],
         deadline: float,
-        *,
-        shared: bool,
-        wait_s: float = 0.0,
     ) -> tuple[tuple[int, int], list[int]]:
-        """Load these pages of the batch: (bytes from here and from elsewhere), and those that another rank is fetching."""
+        """Load pages that the node has said where to find: as `_load_parts`."""
         job = batch.job
-        hashes = job.hashes if len(pages) == batch.count else p.select_hashes(job.hashes, pages)
-        left = deadline - time.monotonic()
-        question = p.Locate(
-            job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s, job.touch, max(0.0, left - wait_s)
-        )
-        located = self._link.ask(question, deadline)
         assert isinstance(located, p.Located)
         segment = self._link.segment
         assert segment is not None
@@ -158,7 +209,11 @@ class Mover:
             # Peers that we are connected to start sending while the local pages are copied, and the others are connected to.
             reads.begin()
             loaded, bad = self._copy_local(batch, segment, local, ok, reasons, deadline, reads)
-            self._link.tell(p.Release(located.pin, job.namespace, bad, loaded=loaded), deadline + 0.1)
+            release = p.Release(located.pin, job.namespace, bad, loaded=loaded)
+            if plan.done and not bad:
+                self._unsettled.append(release)
+            else:  # the others may take long
+                self._link.tell(release, deadline + 0.1)
             if self._link.segment is not segment:
                 landing.offsets.clear()  # the node has given the room back with the connection
                 links.give_up()
@@ -232,41 +287,41 @@ class Mover:
     def _store_once(
         self, batch: Batch, todo: list[int], ok: bytearray, reasons: Counter[str], deadline: float
     ) -> tuple[list[int], int, int]:
+        """One round: (pages that found no room, bytes copied, pages that were there already).
+
+        All room is reserved before anything is committed, head first, as if it were one question: no part is evicted for
+        another, and if it is not enough the tail goes without."""
         job = batch.job
-        hashes = p.select_hashes(job.hashes, todo)
-        reserved = self._link.ask(p.Reserve(job.namespace, hashes, batch.body_bytes, job.group), deadline)
-        assert isinstance(reserved, p.Reserved)
+        parts = _in_parts(todo, batch.body_bytes, _STORE_PARTS)
+        until = deadline + _SETTLE_S
+        reserved = self._link.ask(self._reserve(batch, parts[0]), deadline)
         segment = self._link.segment
         assert segment is not None
+        for part in parts[1:]:
+            self._link.ask_ahead(self._reserve(batch, part), until)
         refused: list[int] = []
-        written: list[int] = []
-        whole = bytearray()
-        checksums: list[int] = []
+        commits: list[tuple[list[int], bytes]] = []
         had = 0
-        for i, status, offset in zip(todo, reserved.status, reserved.where, strict=True):
-            if status == p.HAVE:
-                ok[i] = 1
-                had += 1
-            elif status == p.REFUSED:
-                refused.append(i)
-            else:
-                written.append(i)
-                checksum, good = 0, 0
-                if time.monotonic() > deadline:
-                    reasons["deadline"] += 1
+        for number, part in enumerate(parts):
+            if number:
+                reserved = self._link.take(until)
+            assert isinstance(reserved, p.Reserved)
+            places: list[tuple[int, int]] = []
+            for i, status, offset in zip(part, reserved.status, reserved.where, strict=True):
+                if status == p.HAVE:
+                    ok[i] = 1
+                    had += 1
+                elif status == p.REFUSED:
+                    refused.append(i)
                 else:
-                    body = segment.view[offset : offset + batch.body_bytes]
-                    try:
-                        at = segment.address + offset
-                        checksum = self.memory.store(batch.addresses(i), batch.layout, body, at, batch.seed(i))
-                        good = 1
-                    except EngineMemoryError:
-                        reasons["engine_memory"] += 1
-                whole.append(good)
-                checksums.append(checksum)
+                    places.append((i, offset))
+            if places:
+                whole, checksums = self._copy_out(batch, segment, places, reasons, deadline)
+                self._link.ask_ahead(p.Commit(reserved.txn, whole, checksums), until)
+                commits.append(([i for i, _ in places], whole))
         copied = 0
-        if written:
-            committed = self._link.ask_same(p.Commit(reserved.txn, bytes(whole), checksums), deadline + 0.1)
+        for written, whole in commits:
+            committed = self._link.take(until)
             if not isinstance(committed, p.Committed):
                 raise NodeUnavailable("node_refused", "commit refused")
             for i, good, done in zip(written, whole, committed.ok, strict=False):
@@ -275,7 +330,49 @@ class Mover:
                     copied += batch.body_bytes
                 elif good:
                     reasons["not_committed"] += 1
+        if len(commits) > 1:  # the head came first, and must go last
+            touch = p.Touch(job.namespace, p.select_hashes(job.hashes, todo))
+            if refused:  # room is going to be asked for once more: not the head's
+                self._link.tell(touch, until)
+            else:
+                self._unsettled.append(touch)
         return refused, copied, had
+
+    @staticmethod
+    def _reserve(batch: Batch, pages: list[int]) -> p.Reserve:
+        job = batch.job
+        return p.Reserve(job.namespace, p.select_hashes(job.hashes, pages), batch.body_bytes, job.group)
+
+    def _copy_out(
+        self, batch: Batch, segment: Mapping, places: list[tuple[int, int]], reasons: Counter[str], deadline: float
+    ) -> tuple[bytes, list[int]]:
+        """Pages as (page, offset), from the engine to the segment: which came whole, and the checksums."""
+        whole = bytearray()
+        checksums: list[int] = []
+        for i, offset in places:
+            checksum, good = 0, 0
+            if time.monotonic() > deadline:
+                reasons["deadline"] += 1
+            else:
+                body = segment.view[offset : offset + batch.body_bytes]
+                try:
+                    at = segment.address + offset
+                    checksum = self.memory.store(batch.addresses(i), batch.layout, body, at, batch.seed(i))
+                    good = 1
+                except EngineMemoryError:
+                    reasons["engine_memory"] += 1
+            whole.append(good)
+            checksums.append(checksum)
+        return bytes(whole), checksums
+
+
+def _in_parts(pages: list[int], body_bytes: int, shares: Sequence[float]) -> list[list[int]]:
+    """A large batch in parts, head first, and a small one whole."""
+    count = len(pages)
+    if count < _PARTS_FROM_PAGES or count * body_bytes < _PARTS_FROM_BYTES:
+        return [pages]
+    cuts = [0, *(int(count * share) for share in itertools.accumulate(shares[:-1])), count]
+    return [pages[first:end] for first, end in itertools.pairwise(cuts)]
 
 
 def _attach(wire: Wire, attach: p.Attach, former: EngineMemory | None) -> EngineMemory | None:
@@ -330,6 +427,7 @@ def serve(sock: socket.socket, role: str) -> None:
                     link = NodeLink(job.socket_path, role, job.client, own_user=job.own_user)
                     mover = Mover(memory, link, job.engine_pid, job.lanes)
                 mover.memory = memory
+                mover.warm()
                 continue
             if mover is None or not isinstance(job, p.Transfer):
                 raise p.ProtocolError("the first message must be Attach, and the others Attach or Transfer")
@@ -337,6 +435,8 @@ def serve(sock: socket.socket, role: str) -> None:
                 wire.send(mover.run(job))
             except p.ProtocolError as error:
                 wire.send(p.Refused(str(error)))
+            finally:
+                mover.settle()
     except WireClosed:
         pass
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import Backoff
 from hicache_mooncake.client import child
-from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
+from hicache_mooncake.wire import Soon, Wire, WireClosed, WireTimeout
 
 log = logging.getLogger(__name__)
 
 _from_mover = p.decoder(p.FromMover)
-_START_S = 15.0
+START_S = 15.0
 _RESTART_FIRST_S, _RESTART_MAX_S = 0.1, 5.0
 _FENCE_S = 5.0
 _PF_EXITING = 0x4
@@ -44,6 +44,7 @@ class MoverProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Wire | None = None
+        self._soon = Soon()
         self._attach: tuple[p.Attach, tuple[int, ...]] | None = None
         self._restart = Backoff(_RESTART_FIRST_S, _RESTART_MAX_S)
         self._last_id = 0
@@ -54,7 +55,7 @@ class MoverProcess:
         process = self._process
         return process.pid if process is not None else None
 
-    def attach(self, attach: p.Attach, fds: Sequence[int], timeout_s: float = _START_S) -> str:
+    def attach(self, attach: p.Attach, fds: Sequence[int], timeout_s: float = START_S) -> str:
         """Have a mover over this memory, and over no other; returns the mode in use. One that runs takes it over between two
         batches. Raises MoverUnavailable with what went wrong. The descriptors stay the caller's and must stay open: a killed
         mover is started again with them."""
@@ -93,7 +94,7 @@ class MoverProcess:
                 batch = job(left * 0.7)
                 batch.id = self._last_id
                 wire.send(batch, deadline=deadline - left * 0.1)
-                answer = wire.receive(_from_mover, deadline - left * 0.1)
+                answer = wire.receive(_from_mover, deadline - left * 0.1, self._soon)
                 if isinstance(answer, p.Transferred) and answer.id != batch.id:
                     raise p.ProtocolError(f"the answer is for batch {answer.id}, not {batch.id}")
             except WireTimeout as error:
@@ -129,7 +130,7 @@ class MoverProcess:
             try:
                 with self._lock, contextlib.suppress(MoverUnavailable):
                     if self._attach is not None and self._wire is None:
-                        self._start(time.monotonic() + _START_S)
+                        self._start(time.monotonic() + START_S)
             finally:
                 self._starting = False
 

@@ -10,13 +10,14 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S, Backoff
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import Mapping
-from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
+from hicache_mooncake.wire import Soon, Wire, WireClosed, WireTimeout, connect
 
 log = logging.getLogger(__name__)
 _quiet = QuietLog(log)
 
 _from_node = p.decoder(p.FromNode)
 
+_WARM_S = 0.5
 _NODE_RETRY_FIRST_S, _NODE_RETRY_MAX_S = 0.05, 8.0
 _POPULATE_BYTES = 16 << 30
 """How much of the node's segment each mover maps ahead; of a larger one the rest is mapped on first use."""
@@ -39,11 +40,22 @@ class NodeLink:
         self._client = client
         self._own_user = own_user
         self._wire: Wire | None = None
+        self._soon = Soon()
+        self._ahead = 0
+        """Questions that were asked ahead, whose answers are still to be taken."""
         self._retry = Backoff(_NODE_RETRY_FIRST_S, _NODE_RETRY_MAX_S)
         self.segment: Mapping | None = None
         self.node = ""
         self.data_key = b""
         """Of the node's cluster: what other nodes' data ports want proved."""
+
+    def warm(self) -> None:
+        """Connect, so that the segment is mapped and faulted in before the first batch. One that does not serve yet is met
+        again by that."""
+        try:
+            self._connected(time.monotonic() + _WARM_S)
+        except NodeUnavailable:
+            self._retry.retry_now()
 
     def ask(self, message: p.Message, deadline: float) -> p.Message:
         """One request, one answer. A connection that turns out dead is made anew once: the node may have restarted.
@@ -51,12 +63,13 @@ class NodeLink:
         if deadline - time.monotonic() < LEAST_S:
             raise NodeUnavailable("deadline", "no time left to ask the node")
         asked_at = time.monotonic()
+        self._drop_what_is_ahead()
         for attempt in (0, 1):
             fresh = self._wire is None
             wire = self._connected(deadline)
             try:
                 wire.send(message, deadline=deadline)
-                answer = wire.receive(_from_node, deadline)
+                answer = wire.receive(_from_node, deadline, self._soon)
             except WireTimeout as error:
                 self.drop()  # the answer is still to come
                 if time.monotonic() - asked_at >= BLAME_AFTER_S:
@@ -77,17 +90,44 @@ class NodeLink:
 
     def ask_same(self, message: p.Message, deadline: float) -> p.Message:
         """Like `ask`, but only on the connection that is open: for messages that refer to an earlier answer."""
+        self._drop_what_is_ahead()
+        self.ask_ahead(message, deadline)
+        return self.take(deadline)
+
+    def ask_ahead(self, message: p.Message, deadline: float) -> None:
+        """Ask on the connection that is open, and do something else until the answer is wanted: `take` gives the answers in
+        the order in which they were asked for. Each must be taken: any other question drops the connection else."""
         if self._wire is None:
             raise NodeUnavailable("node_down", "connection lost")
-        wire = self._wire
         try:
-            wire.send(message, deadline=deadline)
-            answer = wire.receive(_from_node, deadline)
+            self._wire.send(message, deadline=deadline)
         except (WireTimeout, WireClosed, p.ProtocolError) as error:
-            self.drop()
-            raise NodeUnavailable("node_timeout" if isinstance(error, WireTimeout) else "node_down", str(error)) from error
+            raise self._lost(error) from error
+        self._ahead += 1
+
+    def take(self, deadline: float) -> p.Message:
+        """The next answer to what was asked ahead. Raises NodeUnavailable; then the connection is gone, and all others with
+        it, unless the node refused just this one."""
+        if self._wire is None or not self._ahead:
+            raise NodeUnavailable("node_down", "connection lost")
+        try:
+            answer = self._wire.receive(_from_node, deadline, self._soon)
+        except (WireTimeout, WireClosed, p.ProtocolError) as error:
+            raise self._lost(error) from error
+        self._ahead -= 1
+        if isinstance(answer, p.Refused):
+            raise NodeUnavailable("node_refused", answer.reason)
         assert isinstance(answer, p.Message)
         return answer
+
+    def _lost(self, error: Exception) -> NodeUnavailable:
+        self.drop()
+        return NodeUnavailable("node_timeout" if isinstance(error, WireTimeout) else "node_down", str(error))
+
+    def _drop_what_is_ahead(self) -> None:
+        """Answers that nobody took would be taken for those to the next question."""
+        if self._ahead:
+            self.drop()
 
     def tell(self, message: p.Message, deadline: float) -> None:
         """One-way; a failure only costs the connection."""
@@ -152,6 +192,7 @@ class NodeLink:
         if self._wire is not None:
             self._wire.close()
             self._wire = None
+        self._ahead = 0
         if self.segment is not None:
             self.segment.close()
             self.segment = None

@@ -10,7 +10,7 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S, Backoff
 from hicache_mooncake.client.embedded import ensure_node, own_user_only
 from hicache_mooncake.config import Settings
-from hicache_mooncake.wire import Wire, WireClosed, WireTimeout, connect
+from hicache_mooncake.wire import Soon, Wire, WireClosed, WireTimeout, connect
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class NodeQueries:
         self._embedded = embedded
         self._lock = threading.Lock()
         self._wire: Wire | None = None
+        self._soon = Soon()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
         self._start_node = Backoff(_NODE_START_FIRST_S, _NODE_START_MAX_S)
         self._starting = False
@@ -57,7 +58,7 @@ class NodeQueries:
                     return None, reason
                 try:
                     wire.send(message, deadline=deadline)
-                    answer = wire.receive(_from_node, deadline)
+                    answer = wire.receive(_from_node, deadline, self._soon)
                 except WireTimeout:
                     self._silent = time.monotonic() - asked_at >= BLAME_AFTER_S
                     self._drop("no answer before the deadline")

@@ -72,6 +72,8 @@ class BodyLayout:
         self.length = sum(run.length for run in runs)
         self.extents = [extent(run) for run in runs]
         self.strided = any(run.dims for run in runs)
+        self.small = not self.strided and self.length <= CHUNK
+        """A body that stays in the cache as a whole: then a step for each run is enough."""
         self.parts: list[Part] = []
         for number, run in enumerate(runs):
             self.parts += _split(number, 0, tuple((count, step) for count, step in run.dims), run.length)
@@ -237,6 +239,14 @@ class MappedMemory(_Receives):
         for address, length in zip(addresses, layout.extents, strict=True):
             self._locate(address, length)
 
+    def _runs(self, addresses: Sequence[int], layout: BodyLayout) -> list[memoryview]:
+        """The contiguous runs of a page where they lie."""
+        runs: list[memoryview] = []
+        for address, length in zip(addresses, layout.extents, strict=True):
+            view, offset = self._locate(address, length)
+            runs.append(view[offset : offset + length])
+        return runs
+
     def _view(self, addresses: Sequence[int], part: Part) -> memoryview:
         """A contiguous part where it lies."""
         view, offset = self._locate(addresses[part.run] + part.offset, part.size)
@@ -260,6 +270,12 @@ class MappedMemory(_Receives):
         return back
 
     def store(self, addresses: Sequence[int], layout: BodyLayout, target: memoryview, target_address: int, seed: int) -> int:
+        if layout.small:
+            at = 0
+            for run in self._runs(addresses, layout):
+                target[at : at + len(run)] = run
+                at += len(run)
+            return xxhash.xxh3_64_intdigest(target[:at], seed)
         self._check(addresses, layout)
         digest = xxhash.xxh3_64(seed=seed)
         at = 0
@@ -274,6 +290,14 @@ class MappedMemory(_Receives):
         return digest.intdigest()
 
     def load(self, source: memoryview, source_address: int, addresses: Sequence[int], layout: BodyLayout, seed: int) -> int:
+        if layout.small:
+            digest = xxhash.xxh3_64(seed=seed)
+            at = 0
+            for run in self._runs(addresses, layout):
+                run[:] = source[at : at + len(run)]
+                digest.update(run)
+                at += len(run)
+            return digest.intdigest()
         self._check(addresses, layout)
         return self._scatter(source, addresses, layout, seed)
 

@@ -1,0 +1,288 @@
+"""A mover and its node, one message at a time: what is asked when, what waits until the rank has its answer, and what is left
+when either is gone in the middle."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.client.mover import Mover
+from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
+from hicache_mooncake.node.core import NodeCore
+from hicache_mooncake.node.store import Store
+from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
+from hicache_mooncake.transfer.mapping import Mapping, create_memfd
+from hicache_mooncake.transfer.memory import MappedMemory
+from tests.conftest import NodeProcess, wait_until
+
+NS = b"n" * 16
+PAGE = 64 << 10
+BASE = 1 << 40
+
+
+class OwnNode:
+    """In the place of a mover's connection to its node: a node's core in this process. `said` has every message, in order;
+    after `dies_after` of them the connection is gone."""
+
+    def __init__(self, dram: int) -> None:
+        self.core = NodeCore("node", b"i" * 8, Store(dram), masters=False, log=lambda *_: None)
+        self._fd = create_memfd("segment", dram)
+        self.segment: Mapping | None = Mapping(self._fd, dram, writable=True)
+        self._kept = self.segment
+        self.node, self.data_key = "node", b""
+        self.said: list[p.Message] = []
+        self.dies_after = 1 << 30
+        self._answers: list[p.Message] = []
+
+    def ask(self, message: p.Message, deadline: float) -> p.Message:
+        assert not self._answers, "an answer is still to be taken"
+        return self._answer(message)
+
+    def ask_same(self, message: p.Message, deadline: float) -> p.Message:
+        return self.ask(message, deadline)
+
+    def ask_ahead(self, message: p.Message, deadline: float) -> None:
+        self._answers.append(self._answer(message))
+
+    def take(self, deadline: float) -> p.Message:
+        return self._answers.pop(0)
+
+    def tell(self, message: p.Message, deadline: float) -> None:
+        self._handle(message)
+
+    def _answer(self, message: p.Message) -> p.Message:
+        answer = self._handle(message)
+        assert answer is not None
+        return answer
+
+    def _handle(self, message: p.Message) -> p.Message | None:
+        if len(self.said) >= self.dies_after:
+            self.core.drop_owner(1)
+            self._answers.clear()
+            raise NodeUnavailable("node_down", "it died")
+        self.said.append(message)
+        try:
+            next(self.core.handle(1, message, 0.0))
+        except StopIteration as end:
+            self.core.validate()
+            return end.value  # type: ignore[no-any-return]
+        raise AssertionError("there is no master to ask")
+
+    def kinds(self) -> list[str]:
+        said, self.said = self.said, []
+        return [type(message).__name__ for message in said]
+
+    def close(self) -> None:
+        self._kept.close()
+        os.close(self._fd)
+
+
+class Pair:
+    """A mover over engine memory, and its node."""
+
+    def __init__(self, dram: int, pages: int) -> None:
+        self.node = OwnNode(dram)
+        self._fd = create_memfd("engine", pages * PAGE)
+        self.engine = Mapping(self._fd, pages * PAGE, writable=True)
+        memory = MappedMemory([p.Region(BASE, pages * PAGE, 0)], [self._fd])
+        self.mover = Mover(memory, self.node, os.getpid())  # type: ignore[arg-type]
+
+    def run(self, op: str, hashes: list[bytes], budget_s: float = 60.0) -> p.Transferred:
+        numbers = array("q", range(len(hashes))).tobytes()
+        return self.mover.run(p.Transfer(op, NS, b"".join(hashes), [p.Run(BASE, PAGE, PAGE)], numbers, budget_s))
+
+    def store(self, hashes: list[bytes], budget_s: float = 60.0) -> p.Transferred:
+        for place, page in enumerate(hashes):
+            self.engine.view[place * PAGE : (place + 1) * PAGE] = pattern(page, PAGE)
+        done = self.run("store", hashes, budget_s)
+        assert sum(done.reasons.values()) == done.ok.count(0), "every page that is not stored has a reason"
+        return done
+
+    def load(self, hashes: list[bytes]) -> p.Transferred:
+        self.engine.view[:] = bytes(self.engine.length)
+        done = self.run("load", hashes)
+        for place, page in enumerate(hashes):
+            body = self.engine.view[place * PAGE : (place + 1) * PAGE]
+            assert not done.ok[place] or body == pattern(page, PAGE)
+        assert sum(done.reasons.values()) == done.ok.count(0)
+        return done
+
+    def close(self) -> None:
+        self.mover.close()
+        self.node.close()
+        self.engine.close()
+        os.close(self._fd)
+
+
+@pytest.fixture
+def make_pair() -> Iterator[Callable[..., Pair]]:
+    pairs: list[Pair] = []
+
+    def make(dram: int = 16 << 20, pages: int = 64) -> Pair:
+        pairs.append(Pair(dram, pages))
+        return pairs[-1]
+
+    yield make
+    for pair in pairs:
+        pair.close()
+
+
+def chain(name: str, count: int) -> list[bytes]:
+    return [page_hash((name, i)) for i in range(count)]
+
+
+def test_a_large_store_is_reserved_as_a_whole_and_committed_in_parts(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pages = chain("a", 50)
+    done = pair.store(pages)
+    assert done.ok == b"\x01" * 50
+    assert done.local_bytes == 50 * PAGE
+    asked = [message for message in pair.node.said if isinstance(message, p.Reserve)]
+    assert b"".join(message.hashes for message in asked) == b"".join(pages), "each page once, head first"
+    kinds = pair.node.kinds()
+    assert kinds == ["Reserve"] * 3 + ["Commit"] * 3
+    assert pair.load(pages).ok == b"\x01" * 50
+
+
+def test_a_small_store_is_one_question(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    assert pair.store(chain("a", 12)).ok == b"\x01" * 12
+    pair.mover.settle()
+    assert pair.node.kinds() == ["Reserve", "Commit"]
+
+
+def test_the_head_of_what_was_stored_in_parts_outlives_its_tail(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pages = chain("a", 50)
+    pair.store(pages)
+    pair.mover.settle()
+    assert pair.node.kinds()[-1] == "Touch"
+    assert [page.hash for page in pair.node.core.store.coldest(50)] == pages[::-1]
+
+
+def test_what_does_not_fit_is_the_tail(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(dram=40 * PAGE)
+    pages = chain("a", 60)
+    pair.store(pages)
+    reserved = [message for message in pair.node.said if isinstance(message, p.Reserve)]
+    assert b"".join(message.hashes for message in reserved[:3]) == b"".join(pages)
+    assert reserved[3].hashes == b"".join(pages[40:]), "the tail found no room in the first round"
+    assert pair.load(pages[:20]).ok == b"\x01" * 20, "and in the second it took none from the head"
+
+
+def test_pages_that_are_there_cost_no_copy(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pages = chain("a", 40)
+    pair.store(pages[10:30])
+    pair.node.kinds()
+    done = pair.store(pages)
+    assert done.ok == b"\x01" * 40
+    assert (done.had, done.local_bytes) == (20, 20 * PAGE)
+    assert pair.load(pages).ok == b"\x01" * 40
+
+
+def test_a_store_without_time_commits_nothing_and_leaves_nothing(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    done = pair.store(chain("a", 40), budget_s=-1.0)
+    assert done.reasons == {"deadline": 40}
+    assert pair.node.core.store.used_bytes == 0
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_a_node_that_dies_in_the_middle_leaves_no_page_in_doubt(make_pair: Callable[..., Pair], after: int) -> None:
+    """After each message of the six: what is said to be stored is there, and nothing half-written is."""
+    pair = make_pair()
+    pages = chain("a", 40)
+    pair.node.dies_after = after
+    done = pair.store(pages)
+    assert done.reasons["node_down"] == done.ok.count(0) > 0
+    pair.node.dies_after = 1 << 30
+    assert pair.node.core.store._reservations == {}
+    found = pair.load(pages)
+    assert all(stored <= there for stored, there in zip(done.ok, found.ok, strict=True))
+
+
+def test_the_node_hears_of_the_end_of_a_load_after_the_rank(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pages = chain("a", 4)
+    pair.store(pages)
+    pair.mover.settle()
+    pair.node.kinds()
+    assert pair.load(pages).ok == b"\x01" * 4
+    assert pair.node.kinds() == ["Locate"]
+    assert pair.node.core.store.pinned_bytes == 4 * PAGE
+    pair.mover.settle()
+    assert pair.node.kinds() == ["Release"]
+    assert pair.node.core.store.pinned_bytes == 0
+    assert pair.node.core.store.stats.loaded == 4
+
+
+def test_damage_is_reported_before_the_answer(make_pair: Callable[..., Pair]) -> None:
+    """Who asks again at once must not be given the same bytes."""
+    pair = make_pair()
+    pages = chain("a", 4)
+    pair.store(pages)
+    home = pair.node.core.store._index[NS]
+    pair.node._kept.view[home.pages[pages[2]].part(home).offset] ^= 0xFF
+    pair.node.kinds()
+    done = pair.load(pages)
+    assert (done.ok, done.reasons) == (b"\x01\x01\x00\x01", {"checksum": 1})
+    assert pair.node.kinds() == ["Locate", "Release"]
+    assert pair.load(pages).reasons == {"absent": 1}
+
+
+def test_a_load_after_one_that_was_all_here_is_looked_up_in_parts(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pages = chain("a", 40)
+    pair.store(pages)
+    pair.mover.settle()
+    pair.node.kinds()
+    for expected in (["Locate", "Release"], ["Locate", "Locate", "Release", "Release"]):
+        assert pair.load(pages).ok == b"\x01" * 40
+        pair.mover.settle()
+        assert pair.node.kinds() == expected
+        assert pair.node.core.store.pinned_bytes == 0
+    absent = [*pages[:20], *chain("b", 20)]
+    done = pair.load(absent)
+    assert done.reasons == {"absent": 20}
+    assert done.ok == b"\x01" * 20 + bytes(20)
+    pair.mover.settle()
+    pair.node.kinds()
+    assert pair.load(pages).ok == b"\x01" * 40
+    pair.mover.settle()
+    assert pair.node.kinds() == ["Locate", "Release"], "one question again, until all is here again"
+
+
+def test_an_answer_that_nobody_took_is_no_answer_to_the_next_question(start_node: Callable[..., NodeProcess]) -> None:
+    node = start_node()
+    link = NodeLink(node.socket, "load", "test")
+    until = time.monotonic() + 60
+    assert isinstance(link.ask(p.Locate(NS, page_hash(1), PAGE), until), p.Located)
+    link.ask_ahead(p.Locate(NS, page_hash(1) + page_hash(2), PAGE), until)
+    answer = link.ask(p.Locate(NS, page_hash(1), PAGE), until)
+    assert isinstance(answer, p.Located)
+    assert len(answer.status) == 1
+    with pytest.raises(NodeUnavailable):
+        link.take(until)
+    link.drop()
+
+
+@pytest.mark.parametrize("copy_mode", ["memfd", "segment"])
+def test_movers_are_connected_before_the_first_batch(start_node: Callable[..., NodeProcess], copy_mode: str) -> None:
+    """The first batch after a start had to start movers, connect them and fault the segment in, in its own time."""
+    rank = FakeRank(start_node().settings(copy_mode=copy_mode))
+    try:
+        assert all(pid is not None for pid in rank.client.mover_pids().values())
+
+        def connections() -> int:
+            status = rank.client.status()
+            return int(status.node["connections"]) if status is not None else 0
+
+        wait_until(lambda: connections() >= 3, 60, "both movers and the rank are connected")
+    finally:
+        rank.close()
