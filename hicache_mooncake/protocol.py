@@ -299,11 +299,15 @@ class Attach(Message):
     """Strided runs will come: what they need is loaded now, and not in the first batch's time."""
     lanes: int = 0
     """tcp connections that a load uses to one node; 0: as many as are faster."""
+    numa: bool = False
+    """The mover runs on the NUMA node that this memory is on."""
 
 
 class Attached(Message):
     mode: str
     problem: str = ""
+    placed: str = ""
+    """Where the mover runs, for the log, when that is not just anywhere."""
 
 
 class Transfer(Message):

@@ -161,6 +161,7 @@ class PoolClient:
             canary=self._canary.raw,
             strided=self.settings.share_across_tp,
             lanes=self.settings.lanes,
+            numa=self.settings.numa == "auto",
         )
         fds = known_fds if use_memfd else []
         try:

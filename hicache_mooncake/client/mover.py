@@ -33,6 +33,7 @@ from hicache_mooncake.client.over_links import OverLinks
 from hicache_mooncake.client.remote import FetchPlan
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
+from hicache_mooncake.transfer.numa import Nearness
 from hicache_mooncake.transfer.peers import Peers
 from hicache_mooncake.wire import Wire, WireClosed
 
@@ -375,7 +376,7 @@ def _in_parts(pages: list[int], body_bytes: int, shares: Sequence[float]) -> lis
     return [pages[first:end] for first, end in itertools.pairwise(cuts)]
 
 
-def _attach(wire: Wire, attach: p.Attach, former: EngineMemory | None) -> EngineMemory | None:
+def _attach(wire: Wire, attach: p.Attach, former: EngineMemory | None, placed: str) -> EngineMemory | None:
     """Take the engine's memory over, in place of what it shared before. Answers Attached with the mode, or with the problem,
     and returns None then."""
     fds = wire.take_fds()
@@ -397,7 +398,7 @@ def _attach(wire: Wire, attach: p.Attach, former: EngineMemory | None) -> Engine
     finally:
         for fd in fds:
             os.close(fd)
-    wire.send(p.Attached(mode))
+    wire.send(p.Attached(mode, placed=placed))
     return memory
 
 
@@ -416,11 +417,13 @@ def serve(sock: socket.socket, role: str) -> None:
     """Until the engine's end closes, or shares memory that cannot be reached."""
     wire = Wire(sock)
     mover: Mover | None = None
+    near = Nearness()
     try:
         while mover is None or mover.wait(wire):
             job = wire.receive(_to_mover)
             if isinstance(job, p.Attach):
-                memory = _attach(wire, job, mover.memory if mover else None)
+                placed = near.move_to(job.engine_pid, [(r.address, r.length) for r in job.regions]) if job.numa else ""
+                memory = _attach(wire, job, mover.memory if mover else None, placed)
                 if memory is None:
                     return
                 if mover is None:

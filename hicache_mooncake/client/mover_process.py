@@ -41,6 +41,7 @@ class MoverProcess:
     def __init__(self, role: str) -> None:
         self.role = role
         self.mode = ""
+        self._placed = ""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Wire | None = None
@@ -175,6 +176,9 @@ class MoverProcess:
             self._fail()
             raise MoverUnavailable("attach", answer.problem if isinstance(answer, p.Attached) else "unexpected answer")
         self.mode = answer.mode
+        if answer.placed and answer.placed != self._placed:
+            log.info("the %s mover is %s", self.role, answer.placed)
+        self._placed = answer.placed
         return self.mode
 
     def _fail(self) -> None:

@@ -43,6 +43,7 @@ from hicache_mooncake.security import ClusterKey, SecurityError
 from hicache_mooncake.stacks import StackDump
 from hicache_mooncake.transfer import addresses
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
+from hicache_mooncake.transfer.numa import Interleaving
 from hicache_mooncake.transfer.tcp import listen
 
 log = logging.getLogger(__name__)
@@ -212,8 +213,10 @@ class Node:
         length = self.store.allocator.capacity
         if self.settings.hugepages:
             length = -(-length // HUGE_PAGE) * HUGE_PAGE
+        interleaving = Interleaving(self.settings.numa == "auto")
         try:
-            fd = create_memfd("hicache-mooncake", length, huge=self.settings.hugepages)
+            with interleaving.allocating():
+                fd = create_memfd("hicache-mooncake", length, huge=self.settings.hugepages)
         except OSError as error:
             if self.settings.hugepages:
                 raise NodeError(
@@ -224,6 +227,9 @@ class Node:
         self._cleanup.callback(os.close, fd)
         segment = Mapping(fd, length, writable=True)
         self._cleanup.callback(lambda: None if self.links.unfenced else segment.close())
+        interleaving.of(segment.address, length)
+        if interleaving.problem:
+            log.warning("%s", interleaving.problem)
         return fd, segment
 
     def _advertised(self, bound_host: str, bound_port: int) -> tuple[str, int]:
