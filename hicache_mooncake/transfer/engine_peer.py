@@ -1,0 +1,190 @@
+"""One peer of a transfer engine: its memory as it is told of, and the link to it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.transfer.engine_wire import Share, Shared, Unshare, told_decoder
+from hicache_mooncake.transfer.transport import Link, Pending, Piece, TransportError
+from hicache_mooncake.wire import Wire
+
+MAX_REGIONS = 4096
+_ANSWER_S = 10.0
+"""How long a peer may leave what is sent to it unread."""
+_log = logging.getLogger("hicache_mooncake.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of registered memory, of this engine or of a peer, by the addresses of the process that registered it."""
+
+    name: str
+    address: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReport:
+    name: str
+    transport: str
+    why: str
+    """Why this transport, and what was passed over for which reason."""
+    alive: bool
+    regions: int
+
+
+class Peer:
+    """Thread-safe. Made by `TransferEngine.connect`, and by others' connecting."""
+
+    def __init__(self, name: str, wire: Wire, link: Link, scheme: str, why: str, forget: Callable[[Peer], None]) -> None:
+        self.name = name
+        self.transport = scheme
+        self.why = why
+        self._wire, self._link = wire, link
+        self._forget = forget
+        self._sending = threading.Lock()
+        self._cond = threading.Condition()
+        self._regions: dict[str, Region] = {}
+        self._told_all = False
+        self._ended = False
+        self._closing = threading.Lock()
+        self._fenced = False
+
+    # ---- for users
+
+    @property
+    def regions(self) -> dict[str, Region]:
+        """What the peer has registered, by name: a copy."""
+        with self._cond:
+            return dict(self._regions)
+
+    def wait_region(self, name: str, deadline: float) -> Region:
+        """Until the peer has registered memory of this name. Raises TransportError."""
+        with self._cond:
+            while name not in self._regions:
+                if self._ended:
+                    raise TransportError("peer", f"{self.name} is gone, and had no memory {name!r}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TransportError("deadline", f"{self.name} did not register memory {name!r} before the deadline")
+                self._cond.wait(min(left, threading.TIMEOUT_MAX))
+            return self._regions[name]
+
+    def read(self, pieces: Iterable[Piece | tuple[int, int, int]], deadline: float) -> Pending:
+        """Begin to copy from the peer's memory to this process's. Pieces are (address here, address there, length), and lie in
+        registered memory on both sides. `deadline` as `time.monotonic()`. Raises TransportError; see `Link.submit`."""
+        return self._link.submit("read", _pieces(pieces), deadline)
+
+    def write(self, pieces: Iterable[Piece | tuple[int, int, int]], deadline: float) -> Pending:
+        """Begin to copy from this process's memory to the peer's; the rest as in `read`."""
+        return self._link.submit("write", _pieces(pieces), deadline)
+
+    def notify(self, message: bytes, deadline: float) -> None:
+        """Tell the peer, which sees it after all batches that were done before. See `Link.notify`."""
+        self._link.notify(message, deadline)
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended and self._link.alive
+
+    def close(self) -> None:
+        """The fence: nothing that this peer was writing, or that was being read from it, lands in this process's memory any
+        more when this returns. Raises TransportError where that cannot be had: then the registered memory must not be used for
+        anything else until the peer's process has ended; `close` again then."""
+        self.end()
+        with self._closing:
+            if not self._fenced:
+                self._link.close()
+                self._fenced = True
+        self._forget(self)
+
+    def report(self) -> PeerReport:
+        return PeerReport(self.name, self.transport, self.why, self.alive, len(self.regions))
+
+    # ---- for the engine
+
+    def start(self, shared: Callable[[], list[Share]]) -> None:
+        """`shared` makes this peer one that hears of what is registered from now on, and returns what is already. Then a thread
+        of the caller's must call `listen`."""
+        with self._sending:
+            for share in shared():
+                self._send(share)
+            self._send(Shared())
+
+    def tell(self, message: Share | Unshare) -> None:
+        with self._sending:
+            self._send(message)
+
+    def _send(self, message: p.Message) -> None:
+        try:
+            self._wire.send(message, deadline=time.monotonic() + _ANSWER_S)
+        except OSError:
+            self.end()
+
+    def await_told(self, deadline: float) -> None:
+        """Until all that the peer had registered is in `regions`. Raises TransportError."""
+        with self._cond:
+            self._cond.wait_for(lambda: self._told_all or self._ended, max(0.0, deadline - time.monotonic()))
+            if self._ended:
+                raise TransportError("peer", f"{self.name} has closed the connection")
+            if not self._told_all:
+                raise TransportError("deadline", f"{self.name} did not say what it shares before the deadline")
+
+    def notices(self) -> list[bytes]:
+        return self._link.notices()
+
+    def listen(self) -> None:
+        """Until the control connection ends; then the link is closed."""
+        try:
+            while True:
+                self._handle(self._wire.receive(told_decoder))
+        except p.ProtocolError as error:
+            _log.warning("peer %s broke the protocol of transfer engines: %s", self.name, error)
+        except OSError:
+            pass
+        self.end()
+        self._wire.close()
+        try:
+            self.close()
+        except TransportError as error:
+            _log.warning("peer %s is gone, but what it writes could not be stopped: %s", self.name, error)
+
+    def _handle(self, message: Share | Unshare | Shared) -> None:
+        match message:
+            case Share():
+                self._learn(message)
+            case Unshare():
+                with self._cond:
+                    self._regions = {n: r for n, r in self._regions.items() if r.address != message.address}
+            case Shared():
+                with self._cond:
+                    self._told_all = True
+                    self._cond.notify_all()
+
+    def _learn(self, share: Share) -> None:
+        if len(self._regions) >= MAX_REGIONS:
+            raise p.ProtocolError(f"more than {MAX_REGIONS} stretches of memory")
+        try:
+            self._link.learn(share.address, share.length, share.token)
+        except TransportError as error:
+            _log.warning("memory %r of peer %s cannot be reached over %s: %s", share.name, self.name, self.transport, error)
+            return
+        with self._cond:
+            self._regions[share.name] = Region(share.name, share.address, share.length)
+            self._cond.notify_all()
+
+    def end(self) -> None:
+        """The control connection is not used any more; `listen` ends."""
+        with self._cond:
+            self._ended = True
+            self._cond.notify_all()
+        self._wire.shutdown()
+
+
+def _pieces(pieces: Iterable[Piece | tuple[int, int, int]]) -> Sequence[Piece]:
+    return [Piece(*piece) for piece in pieces]
