@@ -21,7 +21,7 @@ class Connection:
 
     made: list[Connection]
 
-    def __init__(self, peer: p.Peer, deadline: float, data_key: bytes, requester: str) -> None:
+    def __init__(self, peer: p.Peer, deadline: float, data_key: bytes, requester: str, tls: object = None) -> None:
         self.peer, self.data_key, self.requester = peer, data_key, requester
         self.sock, self.theirs = socket.socketpair()
         Connection.made.append(self)

@@ -169,7 +169,8 @@ class RemoteReads:
             now = time.monotonic()
             due = self._plan.due()
             left = max(0.0, (self._plan.deadline if due is None else due) - now)
-            ready = {fd for fd, _ in self._poll.poll(left * 1000)}
+            ready = {fd for fd, stream in self._streams.items() if stream.connection.buffered}
+            ready |= {fd for fd, _ in self._poll.poll(0 if ready else left * 1000)}
             late = self._plan.expired(time.monotonic())
             for fd in ready:
                 stream_ready = self._streams.get(fd)

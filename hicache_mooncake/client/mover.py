@@ -184,7 +184,7 @@ class Mover:
         assert isinstance(located, p.Located)
         segment = self._link.segment
         assert segment is not None
-        self._peers.identify(self._link.data_key, self._link.node)
+        self._peers.identify(self._link.data_key, self._link.node, self._link.tls)
         links = OverLinks(located, pages, batch.body_bytes)
         plan = FetchPlan(deadline, lambda peer, count: self._lanes.of(peer, count * batch.body_bytes), links.choose)
         local: list[tuple[int, int, int]] = []

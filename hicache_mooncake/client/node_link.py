@@ -10,6 +10,7 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S, Backoff
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.tls import Tls
 from hicache_mooncake.wire import Soon, Wire, WireClosed, WireTimeout, connect
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class NodeLink:
         self.node = ""
         self.data_key = b""
         """Of the node's cluster: what other nodes' data ports want proved."""
+        self.tls: Tls | None = None
+        """The node's, in a cluster with certificates."""
 
     def warm(self) -> None:
         """Connect, so that the segment is mapped and faulted in before the first batch. One that does not serve yet is met
@@ -180,6 +183,9 @@ class NodeLink:
         self.segment = segment
         self.node = welcome.node
         self.data_key = welcome.data_key
+        tls = Tls(welcome.tls_cert, welcome.tls_key, welcome.tls_ca) if welcome.tls_cert else None
+        if tls != self.tls:  # the same one keeps what it has read from them
+            self.tls = tls
         self._wire = wire
         return wire
 

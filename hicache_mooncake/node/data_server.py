@@ -26,6 +26,7 @@ from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.security import HANDSHAKE_S
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.tls import DataSocket, Tls, TlsSocket
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class Holder(Protocol):
     links: Links
     data_key: bytes
     """What proves membership; empty: nothing does."""
+    tls: Tls | None
+    """Without it connections are in the clear."""
 
     def new_owner(self) -> int: ...
 
@@ -67,7 +70,7 @@ class DataServer:
         self._node = node
         self._listener = listener
         self._lock = threading.Lock()
-        self._readers: set[socket.socket] = set()
+        self._readers: set[DataSocket] = set()
         self._unproven = 0
         """Of them, those that have not proved yet that they belong to the cluster."""
         self._stopping = False
@@ -118,7 +121,11 @@ class DataServer:
     def _accept(self) -> None:
         while not self._stopping:
             try:
-                sock, _ = self._listener.accept()
+                raw, _ = self._listener.accept()
+                tcp.prepare(raw)
+                sock: DataSocket = raw
+                if self._node.tls is not None:
+                    sock = TlsSocket(self._node.tls.server_context, raw, server_side=True)
             except OSError:
                 if self._stopping or self._listener.fileno() < 0:
                     return
@@ -145,11 +152,13 @@ class DataServer:
                 self._quiet(logging.ERROR, "thread", f"a reader was turned away: {error}. Raise the limit of processes")
                 time.sleep(0.05)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: DataSocket) -> None:
         try:
             try:
-                tcp.prepare(sock)
-                proven = tcp.accept_proof(sock, self._node.data_key, self._node.name, time.monotonic() + HANDSHAKE_S)
+                deadline = time.monotonic() + HANDSHAKE_S
+                if isinstance(sock, TlsSocket):
+                    sock.handshake(deadline)
+                proven = tcp.accept_proof(sock, self._node.data_key, self._node.name, deadline)
             finally:
                 with self._lock:
                     self._unproven -= 1
@@ -183,7 +192,7 @@ class DataServer:
                 self._readers.discard(sock)
             sock.close()
 
-    def _answer(self, sock: socket.socket, fetch: p.Fetch) -> None:
+    def _answer(self, sock: DataSocket, fetch: p.Fetch) -> None:
         deadline = time.monotonic() + _SEND_DEADLINE_S
         tcp.set_timeouts(sock, _SEND_DEADLINE_S)
         self._check_version(sock, fetch.version, fetch.requester)
@@ -219,7 +228,7 @@ class DataServer:
         done = self._node.links.send(fetch.link, fetch.requester, served.offsets, places, fetch.length, until)
         return msgspec.structs.replace(reply, linked=done is Sent.WHOLE, link_failed=done is Sent.FAILED)
 
-    def _take(self, sock: socket.socket, push: p.Push) -> None:
+    def _take(self, sock: DataSocket, push: p.Push) -> None:
         """Pages that another node gives away: what there is room for, each checked before it counts."""
         deadline = time.monotonic() + _TAKE_DEADLINE_S
         tcp.set_timeouts(sock, _SEND_DEADLINE_S)
@@ -255,7 +264,7 @@ class DataServer:
             with node.lock:
                 node.core.drop_owner(owner)
 
-    def _take_over_link(self, sock: socket.socket, push: p.Push, taking: Taking, owner: int, deadline: float) -> bytearray:
+    def _take_over_link(self, sock: DataSocket, push: p.Push, taking: Taking, owner: int, deadline: float) -> bytearray:
         """The giver writes to the room of `taking`, and says when it has. Returns 1 for each body that is whole. After anything
         else than that the link is ended before the room can go back, or else the room is never used again."""
         node = self._node
@@ -278,7 +287,7 @@ class DataServer:
         node.links.received(whole.count(1) * push.length)
         return whole
 
-    def _check_version(self, sock: socket.socket, version: int, requester: str) -> None:
+    def _check_version(self, sock: DataSocket, version: int, requester: str) -> None:
         if not p.PROTOCOL_MIN <= version <= p.PROTOCOL_MAX:
             reason = f"node {self._node.name} speaks protocol {p.PROTOCOL_MIN}..{p.PROTOCOL_MAX}, not {version}"
             tcp.send_message(sock, p.Refused(reason))
@@ -292,7 +301,7 @@ def _expected(push: p.Push, taking: Taking) -> Iterator[tuple[int, int, int]]:
         yield offset, checksum, checksum_seed(push.namespace, taking.hashes[at : at + p.HASH_BYTES])
 
 
-def _receive(sock: socket.socket, body: memoryview, seed: int, deadline: float) -> int:
+def _receive(sock: DataSocket, body: memoryview, seed: int, deadline: float) -> int:
     """Fill `body`, and return its xxh3-64 as it has arrived."""
     digest = xxhash.xxh3_64(seed=seed)
     for at in range(0, len(body), _CHUNK):

@@ -21,6 +21,7 @@ from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.transfer.peers import peer_closed
+from hicache_mooncake.transfer.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Giving(Protocol):
     segment: Mapping
     links: Links
     data_key: bytes
+    tls: Tls | None
 
     def new_owner(self) -> int: ...
     def changed(self) -> None: ...
@@ -165,7 +167,7 @@ class Giver:
             connection = None
         if connection is None:
             until = min(deadline, time.monotonic() + _CONNECT_S)
-            connection = tcp.PeerConnection(peer, until, self._node.data_key, self._node.name)
+            connection = tcp.PeerConnection(peer, until, self._node.data_key, self._node.name, self._node.tls)
         self._connections[key] = connection
         if len(self._connections) > _MAX_CONNECTIONS:
             self._connections.popitem(last=False)[1].close()

@@ -33,6 +33,7 @@ from hicache_mooncake.node.window import Window
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.tls import DataSocket
 from hicache_mooncake.transfer.transport import Link, Transport, TransportError, TransportOptions, open_transport
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class Links:
         settings = node.settings
         self._node = node
         self._scheme = {"auto": "verbs", "tcp": ""}.get(settings.transport, settings.transport)
+        if settings.tls_cert:
+            self._scheme = ""
         """Of the links' transport; empty: there are no links."""
         self._forced = settings.transport not in ("auto", "tcp")
         self._options = TransportOptions(
@@ -99,7 +102,7 @@ class Links:
         )
         self._transport: Transport | None = None
         self._token = b""
-        self._why_not = "" if self._scheme else "transport=tcp"
+        self._why_not = "" if self._scheme else "tls_cert: links are not encrypted" if settings.tls_cert else "transport=tcp"
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         """Notified when a landing has ended."""
@@ -244,6 +247,7 @@ class Links:
         deadline = time.monotonic() + _MAKE_S
         connection = tcp.PeerConnection(peer, deadline, node.data_key, node.name)
         sock = connection.sock
+        assert isinstance(sock, socket.socket)  # with TLS there are no links
         try:
             tcp.set_timeouts(sock, deadline - time.monotonic())
             tcp.send_message(sock, self._offer(link_id))
@@ -275,7 +279,7 @@ class Links:
             self._token,
         )
 
-    def accept(self, sock: socket.socket, asked: p.Link, proven: str) -> bool:
+    def accept(self, sock: DataSocket, asked: p.Link, proven: str) -> bool:
         """Another node asks for a link on this connection; `proven` is who it has proved to be, where the cluster has a key.
         True: the connection is the link's from here on, or has been closed. False: it was refused, and goes on as before."""
         now = time.monotonic()
@@ -291,6 +295,7 @@ class Links:
             tcp.send_message(sock, p.Refused(f"node {node.name} makes no link: {problem}"))
             return False
         assert transport is not None
+        assert isinstance(sock, socket.socket)
         deadline = now + _MAKE_S
         tcp.set_timeouts(sock, _MAKE_S)
         try:
@@ -309,7 +314,7 @@ class Links:
         self._stands(asked.id, asked.requester, link, asked.address, asked.length)
         return True
 
-    def _unfit(self, sock: socket.socket, asked: p.Link, proven: str) -> str:
+    def _unfit(self, sock: DataSocket, asked: p.Link, proven: str) -> str:
         """Why there is no link for whoever asks; "" when there is no reason."""
         if self._transport is None:
             return self._why_not or "its segment is still being registered"
@@ -319,7 +324,7 @@ class Links:
             return f"{asked.requester!r} has proved to be {proven!r}"
         if asked.requester == self._node.name:
             return "the other end has the same name: give each node its own (--name)"
-        if type(sock) is not socket.socket:
+        if not isinstance(sock, socket.socket):
             return "the cluster's data ports use TLS, and links would pass it by"
         return ""
 

@@ -45,6 +45,7 @@ from hicache_mooncake.transfer import addresses
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
 from hicache_mooncake.transfer.numa import Interleaving
 from hicache_mooncake.transfer.tcp import listen
+from hicache_mooncake.transfer.tls import Tls, TlsError
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Node:
             replicate_after=settings.replicate_after,
         )
         self.data_key = b""
+        self.tls: Tls | None = None
         self.ranks = RankServer(self, settings.socket)
         self.links = Links(self)
         self.giver = Giver(self)
@@ -126,6 +128,7 @@ class Node:
     def _start(self) -> None:
         sys.setswitchinterval(0.0005)  # many short handlers, no long computation: nobody should wait 5 ms for a turn
         key = self._load_key()
+        self.tls = self._load_tls()
         self._cleanup.callback(self.ranks.close)
         self.ranks.bind()
         self.segment_fd, self.segment = self._make_segment()
@@ -209,6 +212,13 @@ class Node:
         self.data_key = key.data_key
         return key
 
+    def _load_tls(self) -> Tls | None:
+        settings = self.settings
+        try:
+            return Tls.load(settings.tls_cert, settings.tls_key, settings.tls_ca)
+        except TlsError as error:
+            raise NodeError(str(error)) from error
+
     def _make_segment(self) -> tuple[int, Mapping]:
         length = self.store.allocator.capacity
         if self.settings.hugepages:
@@ -264,6 +274,8 @@ class Node:
         moves = role in ("load", "store")
         data_key = self.data_key if moves else b""
         answer = p.Welcome(version, self.name, self.incarnation, self.segment.length, data_key)
+        if moves and self.tls is not None:
+            answer.tls_cert, answer.tls_key, answer.tls_ca = self.tls.cert, self.tls.key, self.tls.ca
         return answer, [self.segment_fd] if moves else []
 
     def gone(self, owner: int) -> None:

@@ -14,6 +14,7 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, Admission, Breaker
 from hicache_mooncake.config_values import MAX_LANES
 from hicache_mooncake.transfer.tcp import PeerConnection
+from hicache_mooncake.transfer.tls import DataSocket, Tls
 
 _BREAKER_FIRST_S, _BREAKER_MAX_S = 0.5, 8.0
 _MAX_BREAKERS = 1024
@@ -62,16 +63,18 @@ class Peers:
         self._breakers: dict[Address, Breaker] = {}
         self._data_key = b""
         self._requester = ""
+        self._tls: Tls | None = None
         self._lock = threading.Lock()
         self._made: deque[Connecting] = deque()
         self._connecting = 0
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def identify(self, data_key: bytes, requester: str) -> None:
-        """What new connections prove: `PeerConnection`. Another key than before ends the connections that proved that one."""
-        if data_key != self._data_key:
+    def identify(self, data_key: bytes, requester: str, tls: Tls | None = None) -> None:
+        """What new connections prove: `PeerConnection`. Others than before end the connections that proved those."""
+        if (data_key, tls) != (self._data_key, self._tls):
             self._close_idle(len(self._idle))
+            self._tls = tls
         self._data_key, self._requester = data_key, requester
 
     # ------------------------------------------------------------------ connections
@@ -140,7 +143,7 @@ class Peers:
 
     def _work(self, attempt: Connecting) -> None:
         try:
-            attempt.connection = self._connect(attempt.peer, attempt.deadline, self._data_key, self._requester)
+            attempt.connection = self._connect(attempt.peer, attempt.deadline, self._data_key, self._requester, self._tls)
         except TimeoutError as error:
             attempt.error = error
             attempt.at_fault = time.monotonic() - attempt.began >= BLAME_AFTER_S
@@ -226,7 +229,7 @@ class Peers:
             del self._breakers[next(iter(self._breakers))]
 
 
-def peer_closed(sock: socket.socket) -> bool:
+def peer_closed(sock: DataSocket) -> bool:
     """Between requests nothing may arrive: readable means closed, or out of step."""
     try:
         sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)

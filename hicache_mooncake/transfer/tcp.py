@@ -5,7 +5,8 @@ closes it, which is the fence: nothing that the peer still sends can land anywhe
 
 In a cluster with a key both ends first prove that they have it: the reader sends Prove with a nonce, the holder answers with a
 nonce of its own and the proof over both, and the reader answers with its proof (`hicache_mooncake.security`). Nothing else is
-served, and nothing is believed, before that. The bytes that follow are not encrypted.
+served, and nothing is believed, before that. The bytes that follow are not encrypted, unless the cluster has certificates: then
+all of it goes on inside TLS (`hicache_mooncake.transfer.tls`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ import msgspec
 from hicache_mooncake import protocol as p
 from hicache_mooncake import security
 from hicache_mooncake.config_values import split_address
+from hicache_mooncake.transfer import tls as tls_
+from hicache_mooncake.transfer.tls import DataSocket, Tls, TlsSocket
 
 _HEADER = struct.Struct("<I")
+_TLS_RECORD, _TLS_HELLO_AT, _TLS_HELLO = b"\x16\x03", 2, 1
+"""How a connection under TLS begins, which takes for a length what is none."""
 _MAX_HEADER_BYTES = 16 << 20
 _MAX_STRANGER_BYTES = 4096
 """Of a message from whom nothing has been proved yet."""
@@ -59,9 +64,12 @@ def listen(address: str) -> socket.socket:
     return sock
 
 
-def set_timeouts(sock: socket.socket, seconds: float) -> None:
+def set_timeouts(sock: DataSocket, seconds: float) -> None:
     """Bound each blocking send and receive by the kernel, without Python's poll before every call."""
     seconds = max(seconds, 0.001)
+    if isinstance(sock, TlsSocket):
+        sock.set_timeouts(seconds)
+        return
     value = struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
@@ -72,7 +80,7 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def send_message(sock: socket.socket, message: p.Message) -> None:
+def send_message(sock: DataSocket, message: p.Message) -> None:
     body = p.encode(message)
     try:
         sock.sendall(_HEADER.pack(len(body)) + body)
@@ -81,7 +89,7 @@ def send_message(sock: socket.socket, message: p.Message) -> None:
 
 
 def receive_message(
-    sock: socket.socket, decoder: msgspec.msgpack.Decoder[Any], deadline: float, limit: int = _MAX_HEADER_BYTES
+    sock: DataSocket, decoder: msgspec.msgpack.Decoder[Any], deadline: float, limit: int = _MAX_HEADER_BYTES
 ) -> Any:
     """Raises ConnectionError, TimeoutError, or ProtocolError for what does not decode or is longer than `limit` bytes."""
     reading = incoming(decoder, limit)
@@ -99,18 +107,25 @@ def incoming(decoder: msgspec.msgpack.Decoder[Any], limit: int = _MAX_HEADER_BYT
     header = bytearray(_HEADER.size)
     yield memoryview(header)
     (length,) = _HEADER.unpack(header)
+    begun = bytearray()
+    if header[:2] == _TLS_RECORD and length >= _TLS_HELLO_AT:
+        begun = bytearray(_TLS_HELLO_AT)
+        yield memoryview(begun)
+        if begun[-1] == _TLS_HELLO:  # no message: there an array begins with its name
+            what = "the other end speaks TLS, and this node does not: set tls_cert, tls_key and tls_ca here, too"
+            raise p.ProtocolError(what)
     if length > limit:
         raise p.ProtocolError(f"header of {length} bytes announced: the limit is {limit}")
-    body = bytearray(length)
-    if length:
-        yield memoryview(body)
+    body = begun + bytearray(length - len(begun))
+    if length > len(begun):
+        yield memoryview(body)[len(begun) :]
     try:
         return decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise p.ProtocolError(f"message not understood: {error}") from error
 
 
-def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
+def _receive_exactly(sock: DataSocket, size: int, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < size:
         left = deadline - time.monotonic()
@@ -127,7 +142,7 @@ def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(data)
 
 
-def send_bodies(sock: socket.socket, bodies: Sequence[memoryview], deadline: float) -> None:
+def send_bodies(sock: DataSocket, bodies: Sequence[memoryview], deadline: float) -> None:
     """Send every body whole, gathered into few system calls. Raises ConnectionError or TimeoutError."""
     queue: list[memoryview] = list(bodies)
     first = 0
@@ -149,7 +164,7 @@ def send_bodies(sock: socket.socket, bodies: Sequence[memoryview], deadline: flo
             queue[first] = queue[first][sent:]
 
 
-def accept_proof(sock: socket.socket, data_key: bytes, name: str, deadline: float) -> str:
+def accept_proof(sock: DataSocket, data_key: bytes, name: str, deadline: float) -> str:
     """The listening side, first of all on a new connection: who has connected, once proved to be of this cluster.
 
     `name` is this node's. Without a key nothing is read, and the answer is "". Whoever proves nothing is told so with Refused,
@@ -179,7 +194,7 @@ def accept_proof(sock: socket.socket, data_key: bytes, name: str, deadline: floa
     return prove.requester
 
 
-def prove(sock: socket.socket, peer: p.Peer, data_key: bytes, requester: str, deadline: float) -> None:
+def prove(sock: DataSocket, peer: p.Peer, data_key: bytes, requester: str, deadline: float) -> None:
     """The connecting side, first of all on a new connection, where the cluster has a key: proves that `requester` is of it, and
     asks for the proof that the other end is `peer.node`. Raises ProtocolError, ConnectionError and TimeoutError; after any
     exception the connection must be closed.
@@ -202,14 +217,14 @@ def prove(sock: socket.socket, peer: p.Peer, data_key: bytes, requester: str, de
     send_message(sock, p.Proof(b"", security.proof(data_key, security.READER, *said)))
 
 
-def _bound(sock: socket.socket, deadline: float) -> None:
+def _bound(sock: DataSocket, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError("deadline passed")
     set_timeouts(sock, left)
 
 
-def refuse(sock: socket.socket, reason: str) -> None:
+def refuse(sock: DataSocket, reason: str) -> None:
     """Tell why, as far as that can be sent at once. Raises nothing."""
     with contextlib.suppress(OSError):
         set_timeouts(sock, _REFUSE_S)
@@ -219,19 +234,28 @@ def refuse(sock: socket.socket, reason: str) -> None:
 class PeerConnection:
     """A reader's connection to one node's data port. Not thread-safe. After any exception it must be closed."""
 
-    def __init__(self, peer: p.Peer, deadline: float, data_key: bytes = b"", requester: str = "") -> None:
+    def __init__(
+        self, peer: p.Peer, deadline: float, data_key: bytes = b"", requester: str = "", tls: Tls | None = None
+    ) -> None:
         """Raises OSError or TimeoutError when the peer cannot be reached before the deadline (`time.monotonic()`), and
         ProtocolError when it does not prove that it is `peer.node` of this cluster; then nothing is left open.
 
-        `data_key` is the cluster's (`Welcome.data_key`), empty where it has none; `requester` says who connects.
+        `data_key` is the cluster's (`Welcome.data_key`), empty where it has none; `requester` says who connects; `tls` is
+        what this end shows, in a cluster with certificates.
         """
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("deadline passed before connecting")
         self.peer = peer
-        self.sock = socket.create_connection((peer.host, peer.port), timeout=left)
+        sock = socket.create_connection((peer.host, peer.port), timeout=left)
+        self.sock: DataSocket = sock
         try:
-            prepare(self.sock)
+            prepare(sock)
+            if tls is not None:
+                try:
+                    self.sock = tls_.connect(tls, sock, deadline)
+                except (p.ProtocolError, ConnectionError) as error:
+                    raise p.ProtocolError(f"node {peer.node} at {peer.host}:{peer.port}: {error}") from error
             if data_key:
                 prove(self.sock, peer, data_key, requester, deadline)
         except BaseException:
@@ -271,6 +295,11 @@ class PeerConnection:
                 raise TimeoutError("peer stopped sending") from error
 
         return receive
+
+    @property
+    def buffered(self) -> bool:
+        """Something was received that poll does not see."""
+        return isinstance(self.sock, TlsSocket) and self.sock.buffered
 
     def close(self) -> None:
         self.sock.close()

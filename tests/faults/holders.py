@@ -18,6 +18,7 @@ from hicache_mooncake.testing.local import page_hash, pattern
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.memory import MappedMemory
+from hicache_mooncake.transfer.tls import Tls
 from tests.faults.proxy import FaultProxy, Faults
 
 NS = b"n" * 16
@@ -99,6 +100,7 @@ class Directory:
         """What the mover said of other nodes, in order."""
         self.node = "reader"
         self.data_key = b""
+        self.tls: Tls | None = None
         self._fd = create_memfd("segment", 1 << 20)
         self.segment = Mapping(self._fd, 1 << 20, writable=True)
 
