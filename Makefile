@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions etcd demo test test-all sim matrix failures lint bench bench-master bench-scale soak wheel clean distclean
+.PHONY: help venv versions etcd rdma-vm demo test test-all test-rdma sim matrix failures lint bench bench-master bench-scale soak wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test        the tests, some with real SGLang servers: under 30 minutes on two cores"
 	@echo "                 PYTEST_ARGS='-m \"not e2e and not slow\"' leaves those out"
 	@echo "make test-all    lint, wheel, then every test: more model families, SGLang releases and administrators"
+	@echo "make test-rdma   those over RDMA, in a virtual machine with devices in software: 5 minutes; RDMA_PARTS=\"bindings\""
 	@echo "make matrix      every test, and docs/support-matrix.md from those that passed"
 	@echo "make lint        ruff check, ruff format --check, mypy --strict"
 	@echo "make sim         simulated clusters in trouble; SEEDS=1:1000, SIM_ARGS='--minutes 60'"
@@ -52,6 +53,10 @@ $(VENV)/.stamps/sglang-%: $(READY)
 etcd: $(READY)
 	@tools/get_etcd.sh $(VENV) || true
 
+# QEMU and a kernel for the tests over RDMA. They are skipped, with the reason, where it cannot be had.
+rdma-vm: $(READY)
+	@tools/get_rdma_vm.sh $(VENV) || true
+
 # Two at a time, since half of the time is waiting. What fails is run once more, alone: on a loaded machine a test with real
 # processes and deadlines can fail for that. Both runs are shown, and the second one decides.
 TEST_WORKERS ?= 2
@@ -62,8 +67,11 @@ test: $(READY) versions etcd
 	printf '\n== What failed is run again, alone ==\n\n'; \
 	exec $(PY) -m pytest -m "not slow" --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
 
-test-all: lint wheel versions etcd
+test-all: lint wheel versions etcd rdma-vm
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-rdma: $(READY) rdma-vm
+	@RDMA_PARTS="$(RDMA_PARTS)" $(PY) -m pytest tests/rdma -s $(PYTEST_ARGS)
 
 matrix: $(READY) versions
 	HICACHE_MATRIX=docs/support-matrix.json $(PY) -m pytest tests/sglang tests/e2e $(PYTEST_ARGS)

@@ -40,6 +40,8 @@ class Status(IntEnum):
 
     SUCCESS = 0
     LOC_LEN_ERR = 1
+    LOC_QP_OP_ERR = 2
+    """rxe devices say so when their own link is down."""
     LOC_PROT_ERR = 4
     """A local address or lkey is not registered."""
     WR_FLUSH_ERR = 5

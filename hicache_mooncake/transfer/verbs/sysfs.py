@@ -8,6 +8,8 @@ from hicache_mooncake.transfer.verbs.api import Gid
 
 ROOT = "/sys/class/infiniband"
 _TYPES = {("RoCE v2", "Ethernet"): "RoCE v2", ("IB/RoCE v1", "Ethernet"): "RoCE v1", ("IB/RoCE v1", "InfiniBand"): "IB"}
+_LONGEST_GAP = 64
+"""Tables have up to 1,024 entries, nearly all empty, and the kernel puts a new one into the first that is."""
 _EMPTY = ":".join(["0000"] * 8)
 
 
@@ -23,10 +25,14 @@ def gids(device: str, port: int, link_layer: str, root: str = ROOT) -> tuple[Gid
         indexes = sorted(int(entry.name) for entry in (base / "gids").iterdir() if entry.name.isdecimal())
     except OSError:
         return ()
-    found = []
+    found: list[Gid] = []
+    empty = 0
     for index in indexes:
         gid = _read(base / "gids" / str(index))
-        if gid and gid != _EMPTY:
+        empty = empty + 1 if gid in ("", _EMPTY) else 0
+        if empty > _LONGEST_GAP:
+            break
+        if not empty:
             kind = _read(base / "gid_attrs" / "types" / str(index))
             netdev = _read(base / "gid_attrs" / "ndevs" / str(index))
             found.append(Gid(index, gid, _TYPES.get((kind, link_layer), ""), netdev))
