@@ -92,7 +92,7 @@ class ShmTransport(Transport):
         asked = [link for link in links if link.ask_to_forget(own.id)]
         silent = [link for link in asked if not link.forgotten(own.id, until)]
         for link in silent:
-            link.end("peer", "it did not confirm that it has forgotten memory that is not registered any more")
+            link.stop("peer", "it did not confirm that it has forgotten memory that is not registered any more")
         if silent:
             raise TransportError(
                 "peer",

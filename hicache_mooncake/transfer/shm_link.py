@@ -53,10 +53,11 @@ class _Want(Message):
 
 
 class _Memory(Message):
-    """The answer to Want; the descriptor, if it has one, rides on the frame."""
+    """The answer to Want. If the memory has a descriptor it rides on the frame; those of several frames may arrive together."""
 
     id: int
     valid: bool
+    has_fd: bool = False
     fd_offset: int = 0
 
 
@@ -107,6 +108,8 @@ class ShmLink(Link):
         self._peer_stopped = False
         """It said that it touches nothing any more, or it is gone."""
         self._closed = False
+        self._fds: list[int] = []
+        """That came, and whose message has not been read yet. Of the reader."""
         self._reader = threading.Thread(target=self._read, name="shm-link", daemon=True)
 
     def start(self) -> None:
@@ -190,6 +193,8 @@ class ShmLink(Link):
             self._closed = True
         self._wire.shutdown()
         self._reader.join()
+        for fd in self._fds:
+            os.close(fd)
         self._wire.close()
         with self._cond:
             places, self._places = list(self._places.values()), {}
@@ -277,24 +282,20 @@ class ShmLink(Link):
 
     # ---- ending
 
-    def stop(self) -> None:
+    def stop(self, reason: str = "closed", detail: str = "this link was closed") -> None:
         """Ends what is under way here, and asks the peer for the same. Does not wait for the peer."""
-        self.end("closed", "this link was closed")
+        self.end(reason, detail)
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
 
     def end(self, reason: str, detail: str) -> None:
         """Nothing is copied here any more when this returns. The first reason counts."""
-        self._give_up(reason, detail)
-        self._copying.wait_quiet(threading.TIMEOUT_MAX)
-
-    def _give_up(self, reason: str, detail: str) -> None:
-        """The same, without waiting for copies that are under way."""
         error = TransportError(reason, detail)
         self._copying.end(error)
         self._batches.close(self._copying.error or error)
         with self._cond:
             self._cond.notify_all()
+        self._copying.wait_quiet(threading.TIMEOUT_MAX)
 
     def _check_alive(self) -> None:
         error = self._copying.error
@@ -345,10 +346,10 @@ class ShmLink(Link):
             with self._sending:
                 self._wire.send(message, fds, deadline)
         except WireTimeout:
-            # The stream may be in the middle of a frame.
-            self._give_up("peer", f"process {self.pid} does not read what it is sent: is it stopped?")
+            # In the middle of a frame, perhaps.
+            self.stop("peer", f"process {self.pid} does not read what it is sent: is it stopped?")
         except (WireClosed, OSError):
-            self._give_up("peer", f"process {self.pid} has closed the link")
+            self.stop("peer", f"process {self.pid} has closed the link")
         else:
             return True
         return False
@@ -363,9 +364,8 @@ class ShmLink(Link):
             detail = f"process {self.pid} broke the protocol of shared memory: {error}"
         except (WireClosed, OSError):
             pass
-        self.end("peer", detail)
+        self.stop("peer", detail)
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_WR)
             while self._channel.recv(1 << 16):
                 pass
         with self._cond:
@@ -376,7 +376,7 @@ class ShmLink(Link):
         match message:
             case _Notice():
                 if not self._inbox.put(message.body):
-                    self.end("peer", "too many notices of the peer were not looked at")
+                    raise ProtocolError("it told more than was looked at")
             case _Want():
                 self._give(message.id)
             case _Memory():
@@ -408,10 +408,13 @@ class ShmLink(Link):
         elif own.fd < 0:
             self._tell(_Memory(number, True), until)
         else:
-            self._tell(_Memory(number, True, own.fd_offset), until, (own.fd,))
+            self._tell(_Memory(number, True, True, own.fd_offset), until, (own.fd,))
 
     def _received(self, message: _Memory) -> None:
-        fds = self._wire.take_fds()
+        self._fds += self._wire.take_fds()
+        if message.has_fd and not self._fds:
+            raise ProtocolError("memory came without its descriptor")
+        fd = self._fds.pop(0) if message.has_fd else -1
         try:
             with self._cond:
                 place = self._places.get(message.id)
@@ -420,12 +423,12 @@ class ShmLink(Link):
             try:
                 if not message.valid:
                     raise TransportError("bounds", f"the peer has no memory registered at {place.address:#x} by this token")
-                if isinstance(place, MappedPlace) and len(fds) == 1:
-                    place.map(fds[0], message.fd_offset)
-                elif isinstance(place, ProcessPlace) and not fds:
+                if isinstance(place, MappedPlace) and fd >= 0:
+                    place.map(fd, message.fd_offset)
+                elif isinstance(place, ProcessPlace) and fd < 0:
                     place.probe()
                 else:
-                    raise TransportError("peer", f"the peer gave {len(fds)} descriptors of memory at {place.address:#x}")
+                    raise TransportError("peer", f"memory at {place.address:#x} is not of the kind that its token says")
             except TransportError as error:
                 place.end(error)
             finally:
@@ -433,7 +436,7 @@ class ShmLink(Link):
             with self._cond:
                 self._cond.notify_all()
         finally:
-            for fd in fds:
+            if fd >= 0:
                 os.close(fd)
 
     @property
