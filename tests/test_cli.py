@@ -463,10 +463,6 @@ def test_doctor_wants_huge_pages_only_where_they_are_asked_for(settings: Setting
     assert "vm.nr_hugepages=" in check.advice
 
 
-def test_doctor_warns_of_a_lock_limit_only_beside_rdma() -> None:
-    assert doctor.memlock(rdma=False).status == "ok"
-
-
 def test_a_check_that_breaks_is_a_finding_and_hides_no_other(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> doctor.Check:
         raise RuntimeError("boom")

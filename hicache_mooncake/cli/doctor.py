@@ -15,25 +15,24 @@ import mmap
 import os
 import platform
 import re
-import resource
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
 from hicache_mooncake import __version__, protocol
+from hicache_mooncake.cli import doctor_transports
+from hicache_mooncake.cli.checks import FAIL, OK, SKIPPED, WARN, Check
 from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, find_masters, human_bytes
 from hicache_mooncake.config import ConfigError, Settings, available_memory_bytes, load_settings, split_address
 from hicache_mooncake.config_table import PLUGIN_ENV, SETTINGS
 from hicache_mooncake.config_values import display
 from hicache_mooncake.security import ClusterKey, SecurityError, load_key
-
-OK, WARN, FAIL, SKIPPED = "ok", "warn", "fail", "skipped"
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "hicache_mooncake"
@@ -43,16 +42,6 @@ SHM_ALLOCATOR_SINCE = (0, 5, 18)
 """First SGLang version whose host pool can live in a memfd."""
 SYSTEM_SOCKET = "/run/hicache-mooncake/node.sock"
 """Where the systemd unit in docs/systemd puts the node's socket."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One finding. `status` is ok, warn, fail or skipped; `advice` says what to do, if there is something to do."""
-
-    name: str
-    status: str
-    found: str
-    advice: str = ""
 
 
 def version_of(distribution: str) -> str | None:
@@ -260,35 +249,6 @@ def dev_shm() -> Check:
     return Check(name, OK, found)
 
 
-def memlock(rdma: bool) -> Check:
-    name = "locked memory"
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Check(name, OK, "unlimited")
-    found = f"limit {human_bytes(soft)}"
-    if rdma:
-        return Check(
-            name,
-            WARN,
-            f"{found}, and there are RDMA devices",
-            "ulimit -l unlimited (LimitMEMLOCK=infinity): RDMA locks the pool",
-        )
-    return Check(name, OK, f"{found}; only RDMA would need more")
-
-
-def rdma_devices() -> list[str]:
-    try:
-        return sorted(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return []
-
-
-def rdma(devices: list[str]) -> Check:
-    if not devices:
-        return Check("RDMA", OK, "no devices: pages go by shared memory on a host and by TCP between hosts")
-    return Check("RDMA", OK, f"{', '.join(devices)}; not used yet, the verbs transport is still to come: TCP between hosts")
-
-
 # --------------------------------------------------------------------------- node and masters
 
 
@@ -484,7 +444,6 @@ def canary(settings: Settings) -> Check:
 def examine(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
     """Every check, in reading order. One that breaks is a finding of its own and does not hide the others."""
     sglang = version_of("sglang")
-    devices = rdma_devices()
     vm = _guarded("process_vm_readv", process_vm)
     checks = [
         _guarded("versions", versions),
@@ -496,15 +455,11 @@ def examine(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
         _guarded("memory", lambda: memory(settings)),
         _guarded("huge pages", lambda: huge_pages(settings)),
         _guarded("/dev/shm", dev_shm),
-        _guarded("locked memory", lambda: memlock(bool(devices))),
-        rdma(devices),
+        *_guarded_all("RDMA", lambda: doctor_transports.examine(settings)),
         _guarded("node", lambda: node(settings)),
         _guarded("cluster key", lambda: key(settings)),
     ]
-    try:
-        checks += masters(settings)
-    except Exception as error:
-        checks.append(_broken("master", error))
+    checks += _guarded_all("master", lambda: masters(settings))
     checks.append(_guarded("canary page", lambda: canary(settings)))
     return checks
 
@@ -514,6 +469,13 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
         return check()
     except Exception as error:
         return _broken(name, error)
+
+
+def _guarded_all(name: str, checks: Callable[[], list[Check]]) -> list[Check]:
+    try:
+        return checks()
+    except Exception as error:
+        return [_broken(name, error)]
 
 
 def _broken(name: str, error: Exception) -> Check:
@@ -578,4 +540,9 @@ def _show(checks: list[Check], settings: Settings | None, notices: list[str], fa
         console.print(f"{mark} [bold]{escape(check.name)}[/]: {escape(check.found)}", soft_wrap=True)
         if check.advice:
             console.print(f"        -> {escape(check.advice)}", soft_wrap=True)
+        if check.table:
+            grid = Table(*check.table[0])
+            for row in check.table[1:]:
+                grid.add_row(*map(escape, row))
+            console.print(grid)
     console.print(f"{failed} failed" if failed else "nothing failed")

@@ -157,17 +157,43 @@ def rate(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
+def _figure(name: str, value: float | str | bool) -> str:
+    if name == "pid" or isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return human_bytes(value) if name.endswith(("_bytes", " bytes")) else f"{value:,.10g}"
+
+
+_PEER = "peer "
+"""Of the names in a node's report under which it says how it reaches each other node."""
+
+
+def _links_table(report: protocol.AdminReport) -> RenderableType | None:
+    """How this node reaches others, where it does not reach all by tcp, and what its transport says of itself."""
+    from rich.table import Table
+
+    scheme = str(report.node.get("transport", ""))
+    peers = {name.removeprefix(_PEER): value for name, value in report.node.items() if name.startswith(_PEER)}
+    own = {name: value for name, value in report.node.items() if scheme and name.startswith(f"{scheme} ")}
+    if not peers and not own:
+        return None
+    table = Table("how other nodes are reached", "", title_justify="left")
+    for name, value in peers.items():
+        table.add_row(f"node {name}", str(value))
+    table.add_section()
+    for name, value in own.items():
+        table.add_row(name, _figure(name, value))
+    return table
+
+
 def _node_table(report: protocol.AdminReport) -> RenderableType:
     from rich.table import Table
 
     table = Table("this node", "", title_justify="left")
     figures = report.node
+    scheme = str(figures.get("transport", ""))
     for name, value in figures.items():
-        if name == "pid" or isinstance(value, bool) or not isinstance(value, int | float):
-            text = str(value)
-        else:
-            text = human_bytes(value) if name.endswith("_bytes") else f"{value:,.10g}"
-        table.add_row(name, text)
+        if not name.startswith((_PEER, f"{scheme} ")):
+            table.add_row(name, _figure(name, value))
     used, capacity = figures.get("used_bytes"), figures.get("capacity_bytes")
     if isinstance(used, int) and isinstance(capacity, int):
         table.add_row("full", rate(used, capacity))
@@ -250,6 +276,8 @@ def run_status(socket_path: str | None, masters: Sequence[str], *, key: ClusterK
             result["cluster"] = [_plain(info) for info in report.cluster]
             if not as_json:
                 shown.append(_node_table(report))
+                links = _links_table(report)
+                shown += [links] if links is not None else []
                 if report.cluster:
                     shown.append(_cluster_table(report.cluster, "cluster, as this node's master sees it"))
         except Unreachable as error:

@@ -70,8 +70,9 @@ class Tls:
             raise TlsError(f"tls_cert {cert}, tls_key {key}, tls_ca {ca}: {error}") from None
         return made
 
-    def check(self) -> None:
-        """Shake hands with itself, as peers will. Raises TlsError."""
+    def check(self) -> float:
+        """Shake hands with itself, as peers will. Returns until when the certificate is valid, in seconds since 1970. Raises
+        TlsError."""
         import ssl
 
         one, other = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -89,6 +90,9 @@ class Tls:
             ) from None
         except ssl.SSLError as error:
             raise TlsError(f"no connection can be made with these: {error.reason or error}") from None
+        shown = client.getpeercert()
+        assert shown is not None
+        return ssl.cert_time_to_seconds(str(shown["notAfter"]))
 
     @cached_property
     def client_context(self) -> ssl.SSLContext:
