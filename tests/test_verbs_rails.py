@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hicache_mooncake.backoff import STABLE_S
 from hicache_mooncake.transfer.verbs.rails import (
+    ANSWER_S,
     FIRST_PAUSE_S,
     MAX_SLICE,
     MIN_WINDOW,
@@ -29,7 +30,7 @@ from hicache_mooncake.transfer.verbs.slices import MIN_SLICE
 def rails_up(count: int, now: float = 0.0) -> Rails:
     rails = Rails([(i, i) for i in range(count)], rng=random.Random(1))
     for rail in rails.due(now):
-        rails.pairing(rail)
+        rails.pairing(rail, now)
         rails.came_up(rail, now)
     return rails
 
@@ -81,7 +82,7 @@ def test_a_slow_rail_that_has_become_fast_is_found_out() -> None:
 def test_a_nearer_device_carries_more_where_the_rates_are_equal() -> None:
     rails = Rails([(0, 0), (1, 1)], near=[1.0, 0.5])
     for rail in rails.due(0.0):
-        rails.pairing(rail)
+        rails.pairing(rail, 0.0)
         rails.came_up(rail, 0.0)
     near = rails.choose(anybody, MIN_SLICE)
     assert near is rails.all[0]
@@ -123,7 +124,7 @@ def test_a_rail_that_failed_is_set_aside_and_probed_back() -> None:
     assert at is not None
     assert 0.5 * FIRST_PAUSE_S < at - 100.0 < 2 * FIRST_PAUSE_S
     assert rails.due(at) == [rail]
-    assert rails.pairing(rail) == 2
+    assert rails.pairing(rail, at) == 2
     rails.came_up(rail, at)
     assert rails.up == rails.all
 
@@ -139,7 +140,7 @@ def test_a_rail_that_dies_again_at_once_waits_longer_and_longer_and_is_quarantin
         waited.append(at - now)
         now = at
         assert rails.due(now) == [rail]
-        rails.pairing(rail)
+        rails.pairing(rail, now)
         rails.came_up(rail, now)
         now += 0.003
     assert waited[0] < waited[1] < MOST_PAUSE_S / 2
@@ -157,7 +158,7 @@ def test_a_rail_that_cannot_be_paired_counts_as_one_that_died() -> None:
     now = 0.0
     for _ in range(STORM):
         (rail,) = rails.due(now)
-        rails.pairing(rail)
+        rails.pairing(rail, now)
         rails.lost(rail, Loss.FAILED, now, gone=True)
         assert rails.hopeless(now)
         at = rails.next_due()
@@ -172,6 +173,15 @@ def test_the_link_is_dead_when_every_rail_is_set_aside() -> None:
     assert not rails.hopeless(5.0)
     rails.lost(rails.all[1], Loss.FAILED, 5.0, gone=False)
     assert rails.hopeless(5.0)
+
+
+def test_a_peer_that_does_not_answer_is_found_out_when_no_rail_is_up() -> None:
+    rails = rails_up(2)
+    rails.lost(rails.all[0], Loss.FENCED, 5.0, gone=False)
+    assert not rails.silent(5.1 + ANSWER_S)
+    rails.lost(rails.all[1], Loss.FENCED, 7.0, gone=False)
+    assert not rails.silent(6.9 + ANSWER_S)
+    assert rails.silent(7.1 + ANSWER_S)
 
 
 def test_a_fence_costs_the_rail_no_pause() -> None:
@@ -204,7 +214,7 @@ def test_whatever_happens_in_whatever_order_the_account_is_right(events: list[tu
         rail = rails.all[index]
         match what, rail.state:
             case "p", State.DOWN if rail in rails.due(now):
-                rails.pairing(rail)
+                rails.pairing(rail, now)
             case "t", State.PAIRING:
                 rails.came_up(rail, now)
             case "d", State.UP:

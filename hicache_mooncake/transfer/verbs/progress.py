@@ -103,7 +103,8 @@ class Progress:
                     if callback is not None:
                         self._guarded(callback, events)
         finally:
-            self._release()
+            with self._lock:
+                self._release()
 
     def _guarded_turn(self) -> float:
         try:

@@ -25,6 +25,7 @@ STORM = 3
 """A rail whose QPs died so often in a row, each soon after it was made, is quarantined: next tried after MOST_PAUSE_S."""
 STALLED_S = 0.5
 """A rail that was fenced, and had completed nothing for so long with work posted, counts as failed."""
+ANSWER_S = 5.0
 SAMPLE_BYTES = 1 << 20
 """A rate is taken over at least so many bytes: over fewer it says how far the peer is, not how much the rail can carry."""
 KEEP = 0.7
@@ -72,6 +73,8 @@ class Rail:
     failures: int = 0
     deaths: int = 0
     """Failures in a row, none of them later than STABLE_S after it came up."""
+    asked_at: float = 0.0
+    """PAIRING, ENDING: since when the peer is to answer."""
     up_at: float = 0.0
     progress_at: float = 0.0
     """When something was last completed, or posted while nothing was under way."""
@@ -120,6 +123,11 @@ class Rails:
         self._now = now
         return not any(rail.state in (State.UP, State.PAIRING) or rail.pause.due() for rail in self.all)
 
+    def silent(self, now: float) -> bool:
+        """None is up, and the peer has not answered for ANSWER_S."""
+        waiting = [rail.asked_at for rail in self.all if rail.state in (State.PAIRING, State.ENDING)]
+        return bool(waiting) and not self.up and now - max(waiting) > ANSWER_S
+
     # ------------------------------------------------------------------ lives
 
     def due(self, now: float) -> list[Rail]:
@@ -131,11 +139,12 @@ class Rails:
         """When to look at `due` again."""
         return min((rail.pause.at for rail in self.all if rail.state is State.DOWN), default=None)
 
-    def pairing(self, rail: Rail, generation: int = 0) -> int:
+    def pairing(self, rail: Rail, now: float, generation: int = 0) -> int:
         """A new life begins: the next one, or the one that the peer has named. Returns its number."""
         assert rail.state is State.DOWN
         assert not generation or generation > rail.generation
         rail.state, rail.generation = State.PAIRING, generation or rail.generation + 1
+        rail.asked_at = now
         return rail.generation
 
     def came_up(self, rail: Rail, now: float) -> None:
@@ -158,6 +167,7 @@ class Rails:
             rail.deaths += 1
             rail.pause.failed(MOST_PAUSE_S if rail.quarantined else 0.0)
         rail.state = State.DOWN if gone else State.ENDING
+        rail.asked_at = now
         rail.in_flight = 0
         return loss
 

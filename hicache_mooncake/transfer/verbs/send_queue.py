@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from hicache_mooncake.transfer.transport import Op
 from hicache_mooncake.transfer.verbs.api import Completion, Device, Qp, Status, VerbsError, Work
@@ -17,34 +17,29 @@ SIGNAL_EVERY, SIGNAL_BYTES = 16, 1 << 20
 _POLL = 64
 
 
-class Load:
-    """What moves together and is accounted together, as a link sees it: `out` of its requests are posted."""
-
-    __slots__ = ("out",)
-
-    def __init__(self) -> None:
-        self.out = 0
+T = TypeVar("T")
 
 
-class Sent(NamedTuple):
+class Sent(NamedTuple, Generic[T]):
     op: Op
     request: Request
-    load: Load
+    load: T
+    """Whatever the owner wants to know it by."""
 
 
-class Outcome(NamedTuple):
+class Outcome(NamedTuple, Generic[T]):
     """Of a poll. `failure`: the completion by which the queue pair is in the error state; `culprit`: the work that brought it
     there by its own addresses or keys, if one did."""
 
-    done: list[Sent]
+    done: list[Sent[T]]
     failure: Completion | None = None
-    culprit: Sent | None = None
+    culprit: Sent[T] | None = None
 
 
 _EARNED = {int(Status.LOC_LEN_ERR), int(Status.LOC_PROT_ERR), int(Status.REM_ACCESS_ERR)}
 
 
-class SendQueue:
+class SendQueue(Generic[T]):
     """Not thread-safe. Owns the queue pair and a completion queue for it alone, which cannot overflow, and has nothing of a
     former life in it."""
 
@@ -70,7 +65,7 @@ class SendQueue:
                 self.cq.close()
             raise
         self.armed = False
-        self._sent: deque[tuple[int, Sent]] = deque()
+        self._sent: deque[tuple[int, Sent[T]]] = deque()
         self._next = 0
 
     @property
@@ -83,10 +78,10 @@ class SendQueue:
         return not self._sent
 
     @property
-    def outstanding(self) -> list[Sent]:
+    def outstanding(self) -> list[Sent[T]]:
         return [sent for _, sent in self._sent]
 
-    def post(self, batch: Sequence[Sent]) -> None:
+    def post(self, batch: Sequence[Sent[T]]) -> None:
         """At most `room` of them, as one list. Raises VerbsError; they count as posted then as well."""
         works = []
         last, since, size = len(batch) - 1, 0, 0
@@ -98,7 +93,6 @@ class SendQueue:
             request = sent.request
             works.append(Work(sent.op, request.local, request.remote, request.rkey, self._next, signaled))
             self._sent.append((self._next, sent))
-            sent.load.out += 1
             self._next += 1
         if not self.armed:
             self.arm()
@@ -109,28 +103,26 @@ class SendQueue:
         self.cq.arm()
         self.armed = True
 
-    def poll(self) -> Outcome:
+    def poll(self) -> Outcome[T]:
         """What has been completed, in order. A completion stands for all works before it. Raises VerbsError when the completion
         queue is broken."""
-        done: list[Sent] = []
+        done: list[Sent[T]] = []
         while completions := self.cq.poll(_POLL):
             for completion in completions:
                 if completion.status:
                     return Outcome(done, completion, self._culprit(completion))
                 while self._sent and self._sent[0][0] <= completion.wr_id:
-                    sent = self._sent.popleft()[1]
-                    sent.load.out -= 1
-                    done.append(sent)
+                    done.append(self._sent.popleft()[1])
             if len(completions) < _POLL:
                 break
         return Outcome(done)
 
-    def _culprit(self, completion: Completion) -> Sent | None:
+    def _culprit(self, completion: Completion) -> Sent[T] | None:
         if completion.status not in _EARNED:
             return None
         return next((sent for number, sent in self._sent if number == completion.wr_id), None)
 
-    def close(self) -> list[Sent]:
+    def close(self) -> list[Sent[T]]:
         """The fence. Returns what was posted and is not known to be done. Raises VerbsError when the queue pair cannot be
         destroyed."""
         self.qp.close()
@@ -138,7 +130,5 @@ class SendQueue:
         with contextlib.suppress(VerbsError):
             self.cq.close()
         left = self.outstanding
-        for sent in left:
-            sent.load.out -= 1
         self._sent.clear()
         return left

@@ -1,0 +1,267 @@
+"""The transport over RDMA verbs: devices of this host, memory registered on them, and links over queue pairs.
+
+One thread carries all links on; it starts with the first. All links share a lock, under which no peer is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from hicache_mooncake.transfer import gids
+from hicache_mooncake.transfer.transport import Extents, Link, Transport, TransportError, TransportOptions
+from hicache_mooncake.transfer.verbs.api import Binding, BindingUnavailable, Device, DeviceInfo, VerbsError
+from hicache_mooncake.transfer.verbs.bindings import load_binding
+from hicache_mooncake.transfer.verbs.handshake import MAX_PORTS
+from hicache_mooncake.transfer.verbs.link import LocalPort, VerbsLink
+from hicache_mooncake.transfer.verbs.progress import Progress
+from hicache_mooncake.transfer.verbs.rails import Port
+from hicache_mooncake.transfer.verbs.registration import Part, Registration, register
+from hicache_mooncake.transfer.verbs.slices import Lookup
+
+log = logging.getLogger(__name__)
+
+_numbers = itertools.count(1)
+
+
+class VerbsTransport(Transport):
+    """See the module. Raises TransportError where no port can be used: `unavailable` where nothing can be done here and now,
+    `device` where what the operator named is not as it must be. Thread-safe."""
+
+    scheme: ClassVar[str] = "verbs"
+
+    def __init__(self, options: TransportOptions, binding: Binding | None = None) -> None:
+        """`binding`: not the one that the options name."""
+        self._options = options
+        self._binding = binding or _load(options.verbs_binding)
+        self.lock = threading.RLock()
+        self.extents = Extents()
+        self._devices: dict[str, Device] = {}
+        self._registrations: dict[int, Registration] = {}
+        self._links: set[VerbsLink] = set()
+        self._closed = False
+        self._ports = self._open_ports()
+        self.progress = Progress(f"verbs {next(_numbers)}", self._turn)
+
+    @property
+    def ports(self) -> Sequence[LocalPort]:
+        return self._ports
+
+    # ------------------------------------------------------------------ the contract
+
+    def register(self, address: int, length: int, fd: int = -1, fd_offset: int = 0) -> bytes:
+        with self.lock:
+            self._check_open()
+        made = register(self._devices, address, length)
+        for name, problem in made.problems.items():
+            log.warning("%s is not used for %d bytes at %#x: %s", name, length, address, problem)
+        with self.lock:
+            try:
+                self._check_open()
+                self.extents.add(address, length, made.token)
+            except TransportError:
+                _let_go(made)
+                raise
+            former = self._registrations.get(address)
+            self._registrations[address] = made
+        if former is not None:
+            _let_go(former)
+        return made.token
+
+    def unregister(self, address: int) -> None:
+        with self.lock:
+            self.extents.remove(address)
+            registration = self._registrations.pop(address, None)
+        if registration is not None:
+            _let_go(registration)
+
+    def connect(self, channels: Sequence[socket.socket], deadline: float) -> Link:
+        return self._begin(channels, deadline, connected=True)
+
+    def accept(self, channels: Sequence[socket.socket], deadline: float) -> Link:
+        return self._begin(channels, deadline, connected=False)
+
+    def close(self) -> None:
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = list(self._links)
+        failed: TransportError | None = None
+        for link in links:
+            try:
+                link.close()
+            except TransportError as error:
+                failed = error
+        self.progress.close()
+        with self.lock:
+            registrations, self._registrations = list(self._registrations.values()), {}
+            devices, self._devices = list(self._devices.values()), {}
+            for registration in registrations:
+                self.extents.remove(registration.address)
+                with contextlib.suppress(VerbsError):  # the device's close tries again
+                    registration.close()
+        for device in devices:
+            try:
+                device.close()
+            except VerbsError as error:
+                failed = failed or TransportError("device", f"{device.info.name} cannot be closed: {error.reason}")
+        if failed is not None:
+            raise failed
+
+    def report(self) -> dict[str, int | float | str | bool]:
+        with self.lock:
+            links = list(self._links)
+            found: dict[str, int | float | str | bool] = {"binding": self._binding.name, "links": len(links)}
+            for at in self._ports:
+                where = f"{at.port.device}:{at.port.number}"
+                found[f"{where} gid"] = f"{at.gid_index} {at.port.gid}"
+            for link in links:
+                for rail in link.report():
+                    for name in ("state", "bytes", "bytes_per_s", "failures"):
+                        found[f"{rail['device']} {rail['peer']} {rail['peer_device']} {name}"] = rail[name]
+            return found
+
+    # ------------------------------------------------------------------ for links
+
+    def local(self, device: str) -> Lookup:
+        def find(address: int, length: int) -> Iterable[Part]:
+            start, _, _ = self.extents.find(address, length)
+            table = self._registrations[start].tables.get(device)
+            if table is None:
+                raise TransportError("bounds", f"{length} bytes at {address:#x} are not registered on {device}")
+            return table.pieces(address, length)
+
+        return find
+
+    def forget(self, link: VerbsLink) -> None:
+        self._links.discard(link)
+
+    def _begin(self, channels: Sequence[socket.socket], deadline: float, *, connected: bool) -> Link:
+        for spare in channels[1:]:
+            spare.close()
+        link = VerbsLink(self, channels[0], connected=connected, max_in_flight=self._options.max_in_flight)
+        with self.lock:
+            if self._closed:
+                channels[0].close()
+                raise TransportError("closed", "the transport is closed")
+            self._links.add(link)
+        link.begin(deadline)
+        return link
+
+    def _turn(self) -> float | None:
+        with self.lock:
+            now = time.monotonic()
+            times = [at for link in list(self._links) if (at := link.tick(now)) is not None]
+        return min(times) - time.monotonic() if times else None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("closed", "the transport is closed")
+
+    # ------------------------------------------------------------------ devices
+
+    def _open_ports(self) -> list[LocalPort]:
+        infos = {info.name: info for info in self._binding.devices()}
+        if not infos:
+            raise TransportError(
+                "unavailable",
+                f"there is no RDMA device on this host ({self._binding.name} sees none): a card, its driver and "
+                "/dev/infiniband are needed",
+            )
+        wanted = _wanted(self._options.devices)
+        chosen: list[LocalPort] = []
+        problems: list[str] = []
+        try:
+            for name, numbers in (wanted or dict.fromkeys(infos, frozenset())).items():
+                if name not in infos:
+                    raise TransportError("device", f"there is no RDMA device {name!r}. There are: {_listed(infos.values())}")
+                usable = self._usable_ports(infos[name], numbers, problems)
+                if wanted and len(usable) < max(len(numbers), 1):
+                    raise TransportError("device", "; ".join(problems) + ". Correct rdma_devices, or leave it out")
+                chosen += usable
+            if not chosen:
+                raise TransportError("unavailable", "no RDMA port can be used: " + "; ".join(problems))
+        except TransportError:
+            for device in self._devices.values():
+                with contextlib.suppress(VerbsError):
+                    device.close()
+            raise
+        for problem in problems:
+            log.info("%s", problem)
+        return chosen[:MAX_PORTS]
+
+    def _usable_ports(self, info: DeviceInfo, numbers: frozenset[int], problems: list[str]) -> list[LocalPort]:
+        """Of the ports with these numbers, or of all."""
+        if info.problem:
+            problems.append(f"{info.name} cannot be opened: {info.problem}")
+            return []
+        for number in sorted(numbers - {port.number for port in info.ports}):
+            problems.append(f"{info.name} has no port {number}. There are: {_listed([info])}")
+        usable = []
+        for port in info.ports:
+            if numbers and port.number not in numbers:
+                continue
+            if port.state != "ACTIVE":
+                problems.append(
+                    f"{info.name} port {port.number} is {port.state}, not ACTIVE. GID table: {gids.table(port.gids)}"
+                )
+                continue
+            try:
+                choice = gids.choose(info.name, port, self._options.gid_index)
+                if info.name not in self._devices:
+                    self._devices[info.name] = self._binding.open(info.name)
+            except gids.GidError as error:
+                problems.append(str(error))
+                continue
+            except VerbsError as error:
+                problems.append(f"{info.name} cannot be opened: {error.reason}")
+                continue
+            log.info("%s port %d: GID %d, %s", info.name, port.number, choice.index, choice.why)
+            if choice.warning:
+                log.warning("%s port %d: GID %d: %s", info.name, port.number, choice.index, choice.warning)
+            known = Port(info.name, port.number, port.link_layer, choice.gid, port.lid, port.active_mtu)
+            usable.append(LocalPort(self._devices[info.name], known, choice.index))
+        return usable
+
+
+def _load(name: str) -> Binding:
+    try:
+        return load_binding(name)
+    except BindingUnavailable as error:
+        raise TransportError("unavailable", error.reason) from error
+
+
+def _wanted(devices: Sequence[str]) -> dict[str, frozenset[int]]:
+    """The ports of each device that are to be used; none named is all. Raises TransportError."""
+    wanted: dict[str, frozenset[int]] = {}
+    for text in devices:
+        name, colon, number = text.partition(":")
+        if colon and not number.isdecimal():
+            raise TransportError(
+                "device", f"{text!r} is no RDMA device: write name or name:port, as in mlx5_0:1 (rdma_devices)"
+            )
+        wanted[name] = wanted.get(name, frozenset()) | ({int(number)} if colon else frozenset())
+    return {name: frozenset() if name in devices else numbers for name, numbers in wanted.items()}
+
+
+def _listed(infos: Iterable[DeviceInfo]) -> str:
+    return "; ".join(
+        f"{info.name} port {port.number} {port.state}, GID table: {gids.table(port.gids)}"
+        for info in infos
+        for port in info.ports
+    )
+
+
+def _let_go(registration: Registration) -> None:
+    try:
+        registration.close()
+    except VerbsError as error:
+        where = f"{registration.length} bytes at {registration.address:#x}"
+        raise TransportError("memory", f"{where} cannot be unregistered, do not free them: {error.reason}") from error
