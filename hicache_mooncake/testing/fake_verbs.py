@@ -20,7 +20,6 @@ import itertools
 import os
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -221,6 +220,12 @@ class FakeCard:
         with self.fabric.changed:
             return self._faults.budget == 0 and bool(self._queue)
 
+    @property
+    def busy(self) -> bool:
+        """Whether works are outstanding that it has not ended yet."""
+        with self.fabric.changed:
+            return bool(self._queue)
+
     def vanish(self, flushes: bool = True) -> None:
         """Pulled out, or its driver is reset. What is outstanding is flushed, or with `flushes=False` never heard of again.
         What was opened stays dead, also after `come_back`."""
@@ -316,8 +321,10 @@ class FakeCard:
                 if faults.budget is not None:
                     faults.budget -= size
                 rate = faults.bytes_per_s
-            if rate:
-                time.sleep(size / rate)
+                if rate:
+                    changed.wait_for(lambda: self.fabric.closed, size / rate)
+                if self.fabric.closed:
+                    return None
 
     _DROPPED = -1
 
