@@ -118,10 +118,10 @@ class TcpTransport(Transport):
     def extents(self) -> Extents:
         return self._extents
 
-    def connect(self, channels: Sequence[socket.socket], deadline: float) -> Link:
+    def connect(self, channels: Sequence[socket.socket], deadline: float) -> TcpLink:
         return self._link(channels, deadline, _greet)
 
-    def accept(self, channels: Sequence[socket.socket], deadline: float) -> Link:
+    def accept(self, channels: Sequence[socket.socket], deadline: float) -> TcpLink:
         return self._link(channels, deadline, _answer)
 
     def _link(

@@ -9,21 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from hicache_mooncake.testing.transports.harness import (
-    LONG,
-    End,
-    Memory,
-    ProcessPeer,
-    TransportHarness,
-    fails,
-    wait_until,
-)
+from hicache_mooncake.testing.transports.harness import End, Memory, ProcessPeer, TransportHarness, fails
 from hicache_mooncake.testing.transports.moving import each_op
 from hicache_mooncake.transfer.transport import Op, Pending, Piece, TransportError
 
 _SIZE = 8 << 20
-_ENDLESS = 100_000
-"""So many times 8 MiB are moved by no test to the end."""
 
 
 def _landing(memory: Memory) -> Callable[[], bool]:
@@ -34,12 +24,12 @@ def _landing(memory: Memory) -> Callable[[], bool]:
 
 
 class EndingTests(TransportHarness):
-    def _endless(self, end: End, op: Op, here: Memory, there: Memory, remote: int = 0, seconds: float = LONG) -> Pending:
+    def _endless(self, end: End, op: Op, here: Memory, there: Memory, remote: int = 0, seconds: float | None = None) -> Pending:
         """A batch that goes on whatever this machine can do, and has moved something. `remote` is where `there` lies for the
         end that is asked, if not where it lies here."""
         landed = _landing(here if op == "read" else there)
-        batch = end.submit(op, [Piece(here.address, remote or there.address, _SIZE)] * _ENDLESS, seconds)
-        wait_until(lambda: landed() or batch.done, "the first bytes land")
+        batch = end.submit(op, [Piece(here.address, remote or there.address, _SIZE)] * self.endless, seconds)
+        self.wait_until(lambda: landed() or batch.done, "the first bytes land")
         return batch
 
     # ----------------------------------------------------------------- bounds
@@ -147,7 +137,7 @@ class EndingTests(TransportHarness):
     def test_a_batch_that_is_only_looked_at_ends_at_its_deadline(self) -> None:
         near, _, mine, theirs = self.sharing(_SIZE)
         batch = self._endless(near, "read", mine, theirs, seconds=0.3)
-        wait_until(lambda: batch.done, "the batch is done")
+        self.wait_until(lambda: batch.done, "the batch is done")
         self.stays(mine, "the deadline")
         fails("deadline", batch.wait)
 
@@ -184,7 +174,7 @@ class EndingTests(TransportHarness):
         thread = threading.Thread(target=wait)
         thread.start()
         batch.cancel()
-        thread.join(LONG)
+        thread.join(self.patience_s)
         assert reasons == ["cancelled"]
 
     # ----------------------------------------------------------------- links
@@ -225,14 +215,14 @@ class EndingTests(TransportHarness):
         far.link.close()
         fails("peer", batch.wait)
         self.stays(mine, "the peer closed the link")
-        wait_until(lambda: not near.link.alive, "the link ends")
+        self.wait_until(lambda: not near.link.alive, "the link ends")
         fails("peer", lambda: near.submit("read", [Piece(mine.address, theirs.address, 10)]))
 
     def test_an_idle_link_ends_with_the_peers_end(self) -> None:
         near, far = self.pair()
         assert near.link.alive
         far.link.close()
-        wait_until(lambda: not near.link.alive, "the link ends")
+        self.wait_until(lambda: not near.link.alive, "the link ends")
 
     def test_other_links_live_on(self) -> None:
         near, _, mine, theirs = self.sharing(1 << 16)
@@ -265,7 +255,7 @@ class EndingTests(TransportHarness):
                 elif how == "garbage":
                     sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
             begin = near.connect if side == "connect" else near.accept
-            fails(("deadline", "peer"), lambda: begin(ours, time.monotonic() + (0.3 if how == "silent" else LONG)))
+            fails(("deadline", "peer"), lambda: begin(ours, time.monotonic() + (0.3 if how == "silent" else self.patience_s)))
         assert [sock.fileno() for sock in ours] == [-1] * len(ours)
 
     # ----------------------------------------------------------------- peers that stop or die
@@ -277,7 +267,7 @@ class EndingTests(TransportHarness):
         peer.share(mine)
         landed = _landing(mine)
         peer.keep_moving("write", 0, mine.address, _SIZE)
-        wait_until(landed, "the peer's bytes land")
+        self.wait_until(landed, "the peer's bytes land")
         return peer, mine
 
     def _reading(self) -> tuple[ProcessPeer, Memory, Pending]:
@@ -296,10 +286,10 @@ class EndingTests(TransportHarness):
         peer.near.move("write", [Piece(mine.address + (1 << 19), peer.remote + 1, 5000)])
         assert peer.memory.bytes(1, 5000) == mine.bytes(1 << 19, 5000)
         peer.memory.fill(8)
-        assert peer.ask(do="move", op="write", seconds=LONG, pieces=[[3, mine.address + 7, 100_000]]) == {}
+        assert peer.ask(do="move", op="write", seconds=self.patience_s, pieces=[[3, mine.address + 7, 100_000]]) == {}
         assert mine.bytes(7, 100_000) == peer.memory.bytes(3, 100_000)
         mine.fill(9)
-        assert peer.ask(do="move", op="read", seconds=LONG, pieces=[[3, mine.address + 7, 100_000]]) == {}
+        assert peer.ask(do="move", op="read", seconds=self.patience_s, pieces=[[3, mine.address + 7, 100_000]]) == {}
         assert mine.bytes(7, 100_000) == peer.memory.bytes(3, 100_000)
 
     def test_a_peer_that_stops_costs_no_more_than_the_deadline(self) -> None:
@@ -337,7 +327,7 @@ class EndingTests(TransportHarness):
         peer.kill()
         fails("peer", batch.wait)
         self.stays(mine, "the peer died")
-        wait_until(lambda: not peer.near.link.alive, "the link ends")
+        self.wait_until(lambda: not peer.near.link.alive, "the link ends")
         again = self.process_peer(_SIZE, near=peer.near.transport)
         again.near.move("read", [Piece(mine.address, again.remote, _SIZE)])
         assert mine.bytes() == again.memory.bytes()
@@ -345,7 +335,7 @@ class EndingTests(TransportHarness):
     def test_a_peer_that_dies_while_it_writes(self) -> None:
         peer, mine = self._writing()
         peer.kill()
-        wait_until(lambda: not peer.near.link.alive, "the link ends")
+        self.wait_until(lambda: not peer.near.link.alive, "the link ends")
         peer.near.link.close()
         self.stays(mine, "the peer died and the link was closed")
 

@@ -30,13 +30,11 @@ from hicache_mooncake.transfer.transport import (
     open_transport,
 )
 
-LONG = 60.0
-"""Seconds for whatever is not about time: a loaded machine is slow."""
 _BLOCK = 1_000_003
 """Patterns repeat after so many bytes, which no size in use divides."""
 
 
-def wait_until(condition: Callable[[], Any], what: str, seconds: float = LONG) -> None:
+def wait_until(condition: Callable[[], Any], what: str, seconds: float) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not in {seconds:.0f} s: {what}"
@@ -78,6 +76,7 @@ class End:
 
     transport: Transport
     link: Link
+    patience_s: float
 
     def share(self, memory: Memory, other: End) -> bytes:
         """Register it here, and tell the other end. Returns the token."""
@@ -85,22 +84,24 @@ class End:
         other.link.learn(memory.address, memory.length, token)
         return token
 
-    def submit(self, op: Op, pieces: Sequence[Piece], seconds: float = LONG) -> Pending:
-        return self.link.submit(op, pieces, time.monotonic() + seconds)
+    def submit(self, op: Op, pieces: Sequence[Piece], seconds: float | None = None) -> Pending:
+        return self.link.submit(op, pieces, time.monotonic() + (self.patience_s if seconds is None else seconds))
 
-    def move(self, op: Op, pieces: Sequence[Piece], seconds: float = LONG) -> None:
+    def move(self, op: Op, pieces: Sequence[Piece], seconds: float | None = None) -> None:
         self.submit(op, pieces, seconds).wait()
 
-    def notify(self, message: bytes, seconds: float = LONG) -> None:
-        self.link.notify(message, time.monotonic() + seconds)
+    def notify(self, message: bytes) -> None:
+        self.link.notify(message, time.monotonic() + self.patience_s)
 
 
 class ProcessPeer:
     """The other end of a link in a process of its own (`hicache_mooncake.testing.transports.peer`), over memory that this
     process has mapped too: it can be looked at and filled whatever state the peer is in."""
 
-    def __init__(self, near: End, memory: Memory, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-        self.near, self.memory = near, memory
+    near: End
+
+    def __init__(self, memory: Memory, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self.memory = memory
         self._process, self._control = process, control
         self._answers = control.makefile("rb")
         self.remote = 0
@@ -129,7 +130,7 @@ class ProcessPeer:
     def stop(self) -> None:
         """It does not answer any more."""
         self._process.send_signal(signal.SIGSTOP)
-        wait_until(self._stopped, "the peer stops")
+        wait_until(self._stopped, "the peer stops", self.near.patience_s)
 
     def _stopped(self) -> bool:
         return Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
@@ -161,9 +162,13 @@ class TransportHarness:
     """Whether `Link.close` is had while the peer's process is stopped. False where it raises then, as the contract allows."""
     transfers = 20_000
     """How many small ones leave no descriptor and no thread behind."""
+    endless = 20_000
+    """How many times 8 MiB are a batch that does not come to its end by itself in any test."""
     idle_s = 1.0
     settle_s = 0.3
     """How long nothing may land after a fence."""
+    patience_s = 60.0
+    """For whatever is not about time: a loaded machine is slow."""
 
     def make_transport(self, options: TransportOptions) -> Transport:
         return open_transport(self.scheme, options)
@@ -249,21 +254,21 @@ class TransportHarness:
 
         def accept() -> None:
             try:
-                accepted.append(far.accept(theirs, time.monotonic() + LONG))
+                accepted.append(far.accept(theirs, time.monotonic() + self.patience_s))
             except BaseException as error:  # for the thread that waits
                 accepted.append(error)
 
         thread = threading.Thread(target=accept)
         thread.start()
         try:
-            link = near.connect(ours, time.monotonic() + LONG)
+            link = near.connect(ours, time.monotonic() + self.patience_s)
         finally:
             thread.join()
         self._links.append(link)
         if isinstance(accepted[0], BaseException):
             raise accepted[0]
         self._links.append(accepted[0])
-        return End(near, link), End(far, accepted[0])
+        return End(near, link, self.patience_s), End(far, accepted[0], self.patience_s)
 
     def sharing(
         self, length: int, options: TransportOptions | None = None, *, small: bool = False, shared: bool = True
@@ -291,15 +296,19 @@ class TransportHarness:
         process = subprocess.Popen([*command, *map(str, passed)], pass_fds=passed, env={**os.environ, "PYTHONPATH": path})
         for sock in (its_control, *theirs):
             sock.close()
-        control.settimeout(LONG)
-        peer = ProcessPeer(End(near, None), memory, process, control)  # type: ignore[arg-type]
+        control.settimeout(self.patience_s)
+        peer = ProcessPeer(memory, process, control)
         self._processes.append(peer)
-        peer.near.link = near.connect(ours, time.monotonic() + LONG)
-        self._links.append(peer.near.link)
+        link = near.connect(ours, time.monotonic() + self.patience_s)
+        self._links.append(link)
+        peer.near = End(near, link, self.patience_s)
         hello = peer.hear()
         peer.remote = int(hello["address"])
         peer.near.link.learn(peer.remote, length, bytes.fromhex(hello["token"]))
         return peer
+
+    def wait_until(self, condition: Callable[[], Any], what: str) -> None:
+        wait_until(condition, what, self.patience_s)
 
     def stays(self, memory: Memory, what: str) -> None:
         """Nothing lands there any more: what is written there now is found again later."""
