@@ -15,8 +15,11 @@ from hicache_mooncake.node.service import Node
 from hicache_mooncake.testing.local import FakeRank, page_hash
 from hicache_mooncake.transfer.transport import Transport, TransportOptions
 from tests.conftest import MasterProcess, wait_until
+from tests.memory_transport import Faults
 
 NS = b"n" * 16
+COUNT = 8
+ALL = b"\x01" * COUNT
 PAGE = 64 << 10
 LONG_S = 30.0
 """A limit on hangs, not a measurement."""
@@ -33,11 +36,12 @@ class Pair:
         self.tmp_path = tmp_path
         self.master = master
         self.ranks: list[FakeRank] = []
-        self.options = {"masters": (master.address,), "listen": "127.0.0.1:0", "metrics": "", "transport": "verbs"} | settings
+        self.options: dict[str, object] = {"masters": (master.address,), "listen": "127.0.0.1:0", "metrics": ""}
+        self.options |= {"dram": "16MiB", "transport": "verbs", "replicate_after": 0} | settings
         self.a, self.b = self.node("a"), self.node("b")
 
     def node(self, name: str, **settings: object) -> Node:
-        own = {"socket": str(self.tmp_path / f"{name}.sock"), "dram": "16MiB", "name": name, "host_id": name}
+        own = {"socket": str(self.tmp_path / f"{name}.sock"), "name": name, "host_id": name}
         node = Node(load_settings({}, {}, self.options | own | settings)[0])
         node.start()
         wait_until(lambda: node.link.state == "joined", LONG_S, "joined")
@@ -63,7 +67,9 @@ class Pair:
             reader.load(NS, pages)
             return bool(self.a.report()["links"]) and bool(self.b.report()["links"])
 
+        shared, reader.shared = reader.shared, False  # pages that stay here are not read from elsewhere again
         wait_until(up, LONG_S, "a link")
+        reader.shared = shared
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -72,6 +78,7 @@ class Pair:
             node.stop()
 
 
+MakePair = Callable[..., "Pair"]
 Opened = Callable[[str, TransportOptions], Transport]
 
 
@@ -90,7 +97,45 @@ def pair(
         yield build
 
 
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
 def in_thread(what: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=what, daemon=True)
     thread.start()
     return thread
+
+
+def figure(node: Node, name: str) -> int:
+    return int(node.report()[name])
+
+
+def nothing_lent(node: Node) -> None:
+    wait_until(lambda: figure(node, "landing_bytes") == 0 and not figure(node, "writing"), LONG_S, "the room has gone back")
+    with node.lock:
+        node.store.validate()
+
+
+class Linked:
+    """Pages of `a`, a rank beside `b` that reads them, and a link that has been used."""
+
+    def __init__(self, both: Pair, faults: Faults, *, shared: bool = False, **settings: object) -> None:
+        self.both, self.faults = both, faults
+        self.a, self.b = both.a, both.b
+        self.writer = both.rank(both.a)
+        self.reader = both.rank(both.b, **settings)
+        first = both.stored(self.writer, self.reader, "first")
+        both.link_up(self.reader, first)
+        nothing_lent(both.b)
+        self.reader.shared = shared
+        self.pages = both.stored(self.writer, self.reader, *range(COUNT))
+
+    def load_aside(self) -> tuple[threading.Thread, list[bytes]]:
+        """In a thread that stands in the middle of the write."""
+        got: list[bytes] = []
+        self.faults.gate.clear()
+        thread = in_thread(lambda: got.append(self.reader.load(NS, self.pages).ok))
+        wait_until(lambda: self.faults.waiting, LONG_S, "a write is under way")
+        return thread, got

@@ -1,31 +1,135 @@
-"""Pages between nodes over links: written by their holder into the reader's segment, checked, and never into room that is used
-for something else."""
+"""Pages between nodes over links: written by their holder into the reader's segment, checked, and given away the same way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pytest
 
 from hicache_mooncake.transfer.tcp_transport import TcpTransport
-from hicache_mooncake.transfer.transport import TransportOptions
+from hicache_mooncake.transfer.transport import TransportError, TransportOptions
 from tests.conftest import wait_until
-from tests.linked import LONG_S, NS, PAGE, Pair, pair
+from tests.faults.holders import PageServer
+from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, Linked, MakePair, faults, figure, nothing_lent, pair
+from tests.memory_transport import Faults, opener
 
-__all__ = ["pair"]
+__all__ = ["faults", "pair"]
 
 
 def by_tcp(_scheme: str, options: TransportOptions) -> TcpTransport:
     return TcpTransport(options)
 
 
-def test_pages_come_over_a_link_once_it_stands(pair: Callable[..., Pair]) -> None:
-    both = pair(by_tcp)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+@pytest.mark.parametrize("transport", ["tcp", "memory"])
+def test_pages_come_over_a_link_once_it_stands(pair: MakePair, faults: Faults, transport: str, shared: bool) -> None:
+    """And a page that stays here for all ranks of the host is found in the segment afterwards, whole."""
+    linked = Linked(pair(by_tcp if transport == "tcp" else opener(faults)), faults, shared=shared)
+    before, by_socket = figure(linked.b, "link_received_bytes"), figure(linked.a, "remote_sent_bytes")
+    outcome = linked.reader.load(NS, linked.pages)
+    assert outcome.ok == ALL, outcome.reasons
+    assert outcome.remote_bytes == COUNT * PAGE
+    assert figure(linked.b, "link_received_bytes") == before + COUNT * PAGE
+    assert figure(linked.a, "link_sent_bytes") >= COUNT * PAGE
+    assert figure(linked.a, "remote_sent_bytes") >= by_socket
+    nothing_lent(linked.b)
+    again = linked.reader.load(NS, linked.pages)
+    assert again.ok == ALL
+    assert again.local_bytes == (COUNT * PAGE if shared else 0)
+
+
+def test_either_side_writes_over_the_one_link(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults)), faults)
+    theirs = linked.both.stored(linked.reader, linked.writer, "of b")
+    wait_until(lambda: linked.writer.load(NS, theirs).ok == b"\x01", LONG_S, "loaded")
+    assert figure(linked.b, "link_sent_bytes") == PAGE
+    assert figure(linked.a, "links_made") == figure(linked.b, "links_made") == 1
+
+
+def test_a_batch_larger_than_what_is_lent_takes_turns_in_its_room(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults), dram="1MiB"), faults)
+    before, writes = figure(linked.b, "link_received_bytes"), faults.writes
+    assert linked.reader.load(NS, linked.pages).ok == ALL
+    assert figure(linked.b, "link_received_bytes") == before + COUNT * PAGE
+    assert faults.writes == writes + COUNT // 2
+    nothing_lent(linked.b)
+
+
+def test_a_node_of_an_older_release_is_left_alone(pair: MakePair, faults: Faults) -> None:
+    both = pair(opener(faults))
+    old = PageServer("old")  # knows Fetch and nothing else
+    try:
+        assert both.b.links.link_to(old.peer) == 0
+        wait_until(lambda: "older release" in str(both.b.report().get("peer old", "")), LONG_S, "it has been tried")
+        failed = figure(both.b, "links_failed")
+        for _ in range(100):
+            assert both.b.links.link_to(old.peer) == 0
+        assert (figure(both.b, "links_making"), figure(both.b, "links_failed")) == (0, failed)
+    finally:
+        old.close()
+
+
+def test_a_node_without_the_transport_says_why_and_is_read_by_tcp(pair: MakePair, faults: Faults) -> None:
+    opened = opener(faults)
+    nodes: list[str] = []
+
+    def first_only(scheme: str, options: TransportOptions):  # type: ignore[no-untyped-def]
+        nodes.append(scheme)
+        if len(nodes) == 1:
+            raise TransportError("unavailable", "no RDMA device is up on this host")
+        return opened(scheme, options)
+
+    both = pair(first_only)
     writer, reader = both.rank(both.a), both.rank(both.b)
-    pages = both.stored(writer, reader, *range(8))
-    both.link_up(reader, pages)
-    before = int(both.b.report()["link_received_bytes"])
-    outcome = reader.load(NS, pages)
-    assert outcome.ok == b"\x01" * 8, outcome.reasons
-    assert outcome.remote_bytes == 8 * PAGE
-    assert int(both.b.report()["link_received_bytes"]) == before + 8 * PAGE
-    wait_until(lambda: both.b.report()["landing_bytes"] == 0, LONG_S, "the room has gone back")
-    both.b.store.validate()
+    pages = both.stored(writer, reader, *range(COUNT))
+    assert reader.load(NS, pages).ok == ALL
+    assert both.a.report()["transport"] == "tcp"
+    assert both.a.report()["transport_why"] == "no RDMA device is up on this host"
+    wait_until(lambda: "no RDMA device is up" in str(both.b.report().get("peer a", "")), LONG_S, "b knows why")
+
+
+def test_without_links_there_is_no_transport(pair: MakePair) -> None:
+    def never(_scheme: str, _options: TransportOptions) -> TcpTransport:
+        raise AssertionError("opened")
+
+    both = pair(never, transport="tcp")
+    writer, reader = both.rank(both.a), both.rank(both.b)
+    assert reader.load(NS, both.stored(writer, reader, *range(COUNT))).ok == ALL
+    assert both.b.report()["transport"] == "tcp"
+
+
+# ---------------------------------------------------------------------- pages that are given away
+
+
+def hand_over(linked: Linked) -> None:
+    linked.a.drain(lambda: False)
+
+
+def test_pages_given_away_go_over_the_link(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults), drain_s=20.0), faults)
+    hand_over(linked)
+    assert figure(linked.a, "handed_over") == COUNT + 1
+    assert figure(linked.b, "objects") == COUNT + 1
+    assert figure(linked.a, "link_sent_bytes") >= (COUNT + 1) * PAGE
+    outcome = linked.reader.load(NS, linked.pages)
+    assert (outcome.ok, outcome.local_bytes) == (ALL, COUNT * PAGE)
+
+
+def test_pages_given_over_a_link_that_fails_are_not_stored_half(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults), drain_s=20.0), faults)
+    faults.fail = True
+    used = figure(linked.b, "used_bytes")
+    hand_over(linked)
+    assert figure(linked.b, "objects") in (0, COUNT + 1), "nothing, or by tcp when it was tried again"
+    if not figure(linked.b, "objects"):
+        assert figure(linked.b, "used_bytes") == used
+    assert faults.late == 0
+    with linked.b.lock:
+        linked.b.store.validate()
+
+
+def test_what_was_given_and_arrived_damaged_is_not_stored(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults), drain_s=20.0), faults)
+    faults.corrupt = True
+    hand_over(linked)
+    stored = figure(linked.b, "objects")
+    assert stored < COUNT + 1
+    assert figure(linked.b, "taken") == stored

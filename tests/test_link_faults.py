@@ -1,0 +1,140 @@
+"""What goes wrong with links costs a miss at most: no page is wrong, and no byte lands in room that is used for another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.conftest import wait_until
+from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, Linked, MakePair, faults, figure, nothing_lent, pair
+from tests.memory_transport import Faults, opener
+
+__all__ = ["faults", "pair"]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_a_link_that_fails_in_mid_write_costs_no_page(pair: MakePair, faults: Faults, shared: bool) -> None:
+    """They come by tcp in the same call; the link is ended before its room is used again, and another one is made."""
+    linked = Linked(pair(opener(faults)), faults, shared=shared)
+    faults.fail = True
+    fences = figure(linked.b, "link_fences")
+    outcome = linked.reader.load(NS, linked.pages)
+    assert outcome.ok == ALL, outcome.reasons
+    wait_until(lambda: figure(linked.b, "link_fences") > fences, LONG_S, "fenced")
+    nothing_lent(linked.b)
+    assert faults.late == 0
+    faults.fail = False
+    linked.both.link_up(linked.reader, linked.both.stored(linked.writer, linked.reader, "another"))
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_a_link_that_hangs_leaves_time_for_tcp(pair: MakePair, faults: Faults, shared: bool) -> None:
+    """And what it still wants to write when it goes on lands nowhere."""
+    linked = Linked(pair(opener(faults)), faults, shared=shared, deadline_s=6.0)
+    thread, got = linked.load_aside()
+    thread.join(LONG_S)
+    assert got == [ALL]
+    nothing_lent(linked.b)
+    own = linked.both.stored(linked.reader, linked.reader, *(f"own {i}" for i in range(16)))
+    faults.gate.set()
+    wait_until(lambda: not faults.waiting, LONG_S, "the writer has gone on")
+    assert faults.late == 0
+    assert linked.reader.load(NS, own).ok == b"\x01" * 16
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_a_mover_killed_in_mid_load_gives_its_room_back_fenced(pair: MakePair, faults: Faults, shared: bool) -> None:
+    linked = Linked(pair(opener(faults)), faults, shared=shared, deadline_s=7.5)
+    used = figure(linked.b, "used_bytes")
+    thread, got = linked.load_aside()
+    assert figure(linked.b, "used_bytes") > used
+    pid = linked.reader.client.mover_pids()["load"]
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    thread.join(LONG_S)
+    assert got == [bytes(COUNT)]
+    nothing_lent(linked.b)
+    assert figure(linked.b, "used_bytes") == used
+    faults.gate.set()
+    wait_until(lambda: not faults.waiting, LONG_S, "the writer has gone on")
+    assert faults.late == 0
+    wait_until(lambda: linked.reader.load(NS, linked.pages).ok == ALL, LONG_S, "a new mover loads them")
+
+
+def test_a_holder_that_ends_in_mid_write_is_misses_and_its_room_comes_back(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults)), faults, deadline_s=7.5)
+    thread, got = linked.load_aside()
+    linked.a.stop()
+    thread.join(LONG_S)
+    assert got == [bytes(COUNT)]
+    nothing_lent(linked.b)
+    wait_until(lambda: figure(linked.b, "links") == 0, LONG_S, "the link is known to be gone")
+    assert faults.late == 0
+
+
+def test_wrong_bytes_over_a_link_are_a_miss(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults)), faults)
+    faults.corrupt = True
+    outcome = linked.reader.load(NS, linked.pages)
+    assert 0 in outcome.ok, "a piece of each write was damaged"
+    assert set(outcome.reasons) == {"checksum_remote"}
+    nothing_lent(linked.b)
+
+
+def test_what_is_cleared_while_it_comes_is_not_stored(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults)), faults, shared=True, deadline_s=7.5)
+    thread, _ = linked.load_aside()
+    linked.b.clear(NS, everywhere=False)
+    faults.gate.set()
+    thread.join(LONG_S)
+    nothing_lent(linked.b)
+    assert figure(linked.b, "objects") == 0
+
+
+def test_room_of_a_link_that_cannot_be_ended_is_never_used_again(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults)), faults, deadline_s=6.0)
+    used = figure(linked.b, "used_bytes")
+    faults.unstoppable = True
+    thread, got = linked.load_aside()
+    thread.join(LONG_S)
+    assert got == [ALL]
+    wait_until(lambda: figure(linked.b, "quarantined_bytes") == COUNT * PAGE, LONG_S, "its room is set aside")
+    assert figure(linked.b, "used_bytes") == used + COUNT * PAGE
+    own = linked.both.stored(linked.reader, linked.reader, *(f"own {i}" for i in range(16)))
+    faults.gate.set()
+    wait_until(lambda: not faults.waiting, LONG_S, "the writer has gone on")
+    wait_until(lambda: faults.late > 0, LONG_S, "and has written, after its end")
+    assert linked.reader.load(NS, own).ok == b"\x01" * 16
+    assert figure(linked.b, "link_fences_failed") == 1
+    with linked.b.lock:
+        linked.b.store.validate()
+
+
+def test_shared_room_of_a_link_that_cannot_be_ended_is_neither_stored_nor_free(pair: MakePair, faults: Faults) -> None:
+    linked = Linked(pair(opener(faults)), faults, shared=True, deadline_s=6.0)
+    faults.unstoppable = True
+    thread, got = linked.load_aside()
+    thread.join(LONG_S)
+    assert got == [ALL]
+    wait_until(lambda: figure(linked.b, "quarantined_bytes") == COUNT * PAGE, LONG_S, "its room is set aside")
+    assert figure(linked.b, "replicated") == 0
+    faults.gate.set()
+    with linked.b.lock:
+        linked.b.store.validate()
+
+
+def test_links_that_die_at_once_are_made_ever_more_seldom(pair: MakePair, faults: Faults) -> None:
+    faults.stillborn = True
+    both = pair(opener(faults))
+    writer, reader = both.rank(both.a), both.rank(both.b)
+    pages = both.stored(writer, reader, *range(COUNT))
+    loads, until = 0, time.monotonic() + 3.0
+    while time.monotonic() < until:
+        assert reader.load(NS, pages).ok == ALL
+        loads += 1
+    assert faults.links // 2 <= 5, f"links made during {loads} loads"
+    faults.stillborn = False
+    both.link_up(reader, pages)
