@@ -120,6 +120,7 @@ def pool(nodes: int = 1, dram: int = 1 << 30) -> Iterator[list[Settings]]:
             for number in range(nodes):
                 path = f"{folder}/{number}.sock"
                 arguments = ["node", "--socket", path, "--dram", str(dram), "--name", f"bench-{number}", *masters]
+                arguments += ["--host-id", f"bench-{number}"]  # as two hosts
                 processes.append(subprocess.Popen([*command, *arguments], env=env, stderr=subprocess.DEVNULL))
                 deadline = time.monotonic() + 30
                 while not node_answers(path):

@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 
 @dataclass
 class NodeProcess:
-    """A real `hicache-mooncake node` in a process of its own."""
+    """A real `hicache-mooncake node` in a process of its own, and as if on a host of its own."""
 
     socket: str
     dram: str
@@ -54,7 +54,7 @@ class NodeProcess:
 
     def start(self) -> NodeProcess:
         command = [sys.executable, "-m", "hicache_mooncake.cli", "node", "--socket", self.socket, "--dram", self.dram]
-        command += ["--listen", "127.0.0.1:0", "--name", self.name]
+        command += ["--listen", "127.0.0.1:0", "--name", self.name, "--host-id", self.name]
         for master in self.masters:
             command += ["--master", master]
         self.log = Path(self.socket + ".out")

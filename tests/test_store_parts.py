@@ -34,7 +34,7 @@ class OwnNode:
         self._fd = create_memfd("segment", dram)
         self.segment: Mapping | None = Mapping(self._fd, dram, writable=True)
         self._kept = self.segment
-        self.node, self.data_key = "node", b""
+        self.node, self.data_key, self.tls = "node", b"", None
         self.said: list[p.Message] = []
         self.dies_after = 1 << 30
         self._answers: list[p.Message] = []

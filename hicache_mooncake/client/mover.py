@@ -31,6 +31,7 @@ from hicache_mooncake.client.lanes import Lanes
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.client.over_links import OverLinks
 from hicache_mooncake.client.remote import FetchPlan
+from hicache_mooncake.client.siblings import Neighbour, Siblings
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
 from hicache_mooncake.transfer.numa import Nearness
@@ -48,6 +49,8 @@ _LOAD_PARTS = (0.25, 0.75)
 _PARTS_FROM_PAGES, _PARTS_FROM_BYTES = 24, 1 << 20
 """Of fewer pages or bytes a question more costs what it saves."""
 _SETTLE_S = 0.1
+_SIBLING_SHARE = 0.25
+"""Of the time that is left: how long a neighbour on this host is waited for, before its pages are asked for by tcp."""
 _WAIT_SHARE = 0.5
 """Of the time that is left: how long a rank waits for another that fetches the same pages, before it fetches them itself."""
 
@@ -55,15 +58,17 @@ _WAIT_SHARE = 0.5
 class Mover:
     """Carries out batches. One thread, no locks."""
 
-    def __init__(self, memory: EngineMemory, link: NodeLink, engine_pid: int, lanes: int = 0) -> None:
-        """`lanes`: as the setting."""
+    def __init__(self, memory: EngineMemory, link: NodeLink, engine_pid: int, lanes: int = 0, client: str = "") -> None:
+        """`lanes`: as the setting. `client`: as in Hello."""
         self.memory = memory
         self._link = link
         self._peers = Peers()
         self._lanes = Lanes(lanes)
+        self._siblings = Siblings(client)
         # A child that the engine forks holds the engine's end of our socket open: its end alone does not tell that it is gone.
         self._engine_pid = engine_pid
         self._unsettled: list[p.Message] = []
+        self._unsettled_near: list[tuple[Neighbour, p.Release]] = []
         self._all_here = False
         """All pages of the last load were local: those of the next will be."""
         self._engine: int | None = None
@@ -73,6 +78,7 @@ class Mover:
     def close(self) -> None:
         """Let go of everything but the link. A mover's process just ends."""
         self._peers.close()
+        self._siblings.close()
         self.memory.close()
         if self._engine is not None:
             os.close(self._engine)
@@ -84,9 +90,12 @@ class Mover:
 
     def wait(self, wire: Wire) -> bool:
         """Until there is a batch, or the engine is gone (False). Meanwhile a node that ends is let go of."""
+        ready: set[int] = set()
         while True:
+            self._siblings.drop(ready)
             poll = select.poll()
-            poll.register(wire.fileno(), select.POLLIN)
+            for fd in (wire.fileno(), *self._siblings.filenos()):
+                poll.register(fd, select.POLLIN)
             if self._engine is not None:
                 poll.register(self._engine, select.POLLIN)
             node = self._link.idle_fileno()
@@ -121,6 +130,9 @@ class Mover:
         unsettled, self._unsettled = self._unsettled, []
         for message in unsettled:
             self._link.tell(message, time.monotonic() + _SETTLE_S)
+        near, self._unsettled_near = self._unsettled_near, []
+        for neighbour, release in near:
+            self._siblings.tell(neighbour, release)
 
     # ------------------------------------------------------------------ load
 
@@ -188,6 +200,8 @@ class Mover:
         links = OverLinks(located, pages, batch.body_bytes)
         plan = FetchPlan(deadline, lambda peer, count: self._lanes.of(peer, count * batch.body_bytes), links.choose)
         local: list[tuple[int, int, int]] = []
+        near: dict[int, list[int]] = {}
+        holders: dict[int, list[p.Peer]] = {}
         waiting: list[int] = []
         landing = Landing(segment, located.txn)
         room = iter(located.room)
@@ -198,7 +212,11 @@ class Mover:
             if status == p.LOCAL:
                 local.append((i, where, checksum))
             elif status in (p.REMOTE, p.FETCH):
-                plan.add(i, [located.peers[holder] for holder in (where, other) if holder >= 0])
+                holders[i] = [located.peers[holder] for holder in (where, other) if holder >= 0]
+                if status == p.REMOTE and holders[i][0].socket:
+                    near.setdefault(where, []).append(i)
+                else:
+                    plan.add(i, holders[i])
                 if status == p.FETCH:
                     landing.offsets[i] = next(room)
             elif status == p.WAIT:
@@ -207,10 +225,20 @@ class Mover:
                 reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
         reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node, self._lanes, links)
         try:
+            asked = self._ask_siblings(batch, [(located.peers[at], some) for at, some in near.items()], deadline)
+            for i in (i for neighbour, some, _ in asked if neighbour is None for i in some):
+                plan.add(i, holders[i])
             # Peers that we are connected to start sending while the local pages are copied, and the others are connected to.
             reads.begin()
             loaded, bad = self._copy_local(batch, segment, local, ok, reasons, deadline, reads)
             release = p.Release(located.pin, job.namespace, bad, loaded=loaded)
+            for neighbour, some, until in asked:
+                if neighbour is not None:
+                    came = self._copy_near(batch, neighbour, some, until, ok, deadline, reads)
+                    loaded += came or 0
+                    for i in some:
+                        if not ok[i]:  # by tcp; of who did not answer last, since it may hang
+                            plan.add(i, holders[i] if came is not None else holders[i][1:] + holders[i][:1])
             if plan.done and not bad:
                 self._unsettled.append(release)
             else:  # the others may take long
@@ -266,6 +294,49 @@ class Mover:
                 reasons["checksum"] += 1
                 bad += batch.job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES]
         return loaded, bytes(bad)
+
+    def _ask_siblings(
+        self, batch: Batch, near: list[tuple[p.Peer, list[int]]], deadline: float
+    ) -> list[tuple[Neighbour | None, list[int], float]]:
+        """Ask neighbours for these pages: (who answers, or None where nobody does, the pages, until when to wait for it)."""
+        asked: list[tuple[Neighbour | None, list[int], float]] = []
+        job = batch.job
+        for peer, pages in near:
+            now = time.monotonic()
+            until = now + max(0.0, deadline - now) * _SIBLING_SHARE
+            hashes = p.select_hashes(job.hashes, pages)
+            question = p.Locate(job.namespace, hashes, batch.body_bytes, touch=job.touch, here_only=True)
+            asked.append((self._siblings.ask(peer, question, until), pages, until))
+        return asked
+
+    def _copy_near(
+        self,
+        batch: Batch,
+        neighbour: Neighbour,
+        pages: list[int],
+        until: float,
+        ok: bytearray,
+        deadline: float,
+        reads: RemoteReads,
+    ) -> int | None:
+        """Pages of a neighbour on this host, from its segment: how many came whole, or None when it did not answer. Those that
+        did not come are asked for elsewhere, where their reasons are counted."""
+        answer = self._siblings.answer(neighbour, until)
+        if answer is None:
+            return None
+        located, segment = answer
+        local = [
+            (i, where, checksum)
+            for i, status, where, checksum in zip(pages, located.status, located.where, located.checksum, strict=False)
+            if status == p.LOCAL and 0 <= where <= segment.length - batch.body_bytes
+        ]
+        loaded, bad = self._copy_local(batch, segment, local, ok, Counter(), deadline, reads)
+        release = p.Release(located.pin, batch.job.namespace, bad, loaded=loaded)
+        if bad:
+            self._siblings.tell(neighbour, release)
+        else:
+            self._unsettled_near.append((neighbour, release))
+        return loaded
 
     # ------------------------------------------------------------------ store
 
@@ -428,7 +499,7 @@ def serve(sock: socket.socket, role: str) -> None:
                     return
                 if mover is None:
                     link = NodeLink(job.socket_path, role, job.client, own_user=job.own_user)
-                    mover = Mover(memory, link, job.engine_pid, job.lanes)
+                    mover = Mover(memory, link, job.engine_pid, job.lanes, job.client)
                 mover.memory = memory
                 mover.warm()
                 continue

@@ -99,7 +99,8 @@ class NodeCore:
     """Not thread-safe: one lock around every call and every step of a generator. Owners are connections, as in `Store`.
 
     `masters` says whether there is one to ask, `replicate_after` how many fetches within a minute make another node's page a
-    replica here (0: none). Raises ProtocolError for messages that cannot be: the connection they came from must be closed."""
+    replica here (0: none), `neighbours` whether movers may be told of other nodes' sockets on this host. Raises ProtocolError
+    for messages that cannot be: the connection they came from must be closed."""
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class NodeCore:
         rng: random.Random | None = None,
         spill: bool = False,
         replicate_after: int = 0,
+        neighbours: bool = True,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -127,6 +129,7 @@ class NodeCore:
         self.sent_bytes = 0
         self.taken = self.taken_bytes = self.pushes_refused = self.replicated = 0
         self._spill = spill and masters
+        self._neighbours = neighbours
         self._heat = Heat(replicate_after)
         self._log = log
         self._writing: dict[int, Writing] = {}
@@ -206,7 +209,17 @@ class NodeCore:
         if message.length <= 0:
             raise p.ProtocolError(f"object of {message.length} bytes")
         namespace, length = message.namespace, message.length
-        pin, status, where, checksum = self.store.locate(owner, namespace, message.hashes, length, now, touch=message.touch)
+        pin, status, where, checksum = self.store.locate(
+            owner,
+            namespace,
+            message.hashes,
+            length,
+            now,
+            touch=message.touch,
+            pinned_share=_PINNED_FOR_OTHERS if message.here_only else 1.0,
+        )
+        if message.here_only:
+            return p.Located(pin, bytes(status), where, checksum, [])
         peers: list[p.Peer] = []
         others: list[int] = []
         reason = ""
@@ -216,7 +229,7 @@ class NodeCore:
             told = yield AskMasters([question], min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
             if told is not None:
                 answer = told.answers[0]
-                peers = list(answer.peers)
+                peers = [self._reachable(peer) for peer in answer.peers]
                 for i, holder in zip(missing, answer.holder, strict=False):
                     if holder:
                         status[i], where[i] = p.REMOTE, holder - 1
@@ -228,7 +241,8 @@ class NodeCore:
                 reason = _why_absent(told)
         txn = 0
         room: list[int] = []
-        wanted = [i for i in missing if status[i] == p.REMOTE]
+        # What lies in a neighbour's segment is as near as if it lay here: there is no need to fetch it for all.
+        wanted = [i for i in missing if status[i] == p.REMOTE and not peers[where[i]].socket]
         if not message.shared:
             wanted = self._hot(message, wanted, now)
         if wanted and not self.draining and not self._cleared_lately(namespace, now):
@@ -247,6 +261,11 @@ class NodeCore:
                 if message.shared or claim == p.FETCH:  # for a page that is only hot nobody waits
                     status[i] = claim
         return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room, others)
+
+    def _reachable(self, peer: p.Peer) -> p.Peer:
+        if self._neighbours or not peer.socket:
+            return peer
+        return p.Peer(peer.node, peer.incarnation, peer.host, peer.port)
 
     def _hot(self, message: p.Locate, remote: list[int], now: float) -> list[int]:
         """Which of these are to stay here, since this host's engines fetch them again and again."""

@@ -73,6 +73,8 @@ class JoinFacts:
     capacity_bytes: int
     host_id: str = ""
     draining: bool = False
+    socket: str = ""
+    """For nodes of its own host, or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,6 +373,7 @@ class Session:
                 self.core.seq(self.shard),
                 facts.host_id,
                 facts.draining,
+                facts.socket,
             )
         )
 

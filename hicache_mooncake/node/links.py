@@ -379,7 +379,7 @@ class Links:
         claims: dict[int, list[tuple[int, int]]] = {}
         room = iter(located.room)
         for key, (status, where) in enumerate(zip(located.status, located.where, strict=True)):
-            if status == p.REMOTE:
+            if status == p.REMOTE and not located.peers[where].socket:  # a neighbour's segment can be mapped
                 pages.setdefault(where, []).append(key)
             elif status == p.FETCH:
                 claims.setdefault(where, []).append((key, next(room)))

@@ -71,6 +71,8 @@ class Node:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._neighbourly = settings.transport != "tcp"
+        """Nodes of one host are read through their segments."""
         self.name = settings.name
         self.incarnation = secrets.token_bytes(8)
         self.store = Store(
@@ -102,6 +104,7 @@ class Node:
             rng=random.Random(),
             spill=settings.spill,
             replicate_after=settings.replicate_after,
+            neighbours=self._neighbourly,
         )
         self.data_key = b""
         self.tls: Tls | None = None
@@ -141,9 +144,10 @@ class Node:
         self.data_address = join_address(host, port)
         self.data = DataServer(self, tcp)
         capacity, host_id = self.store.allocator.capacity, self.settings.host_id
+        path = os.path.abspath(self.settings.socket) if self._neighbourly else ""
         self.link = MasterLink(
             self.settings.masters,
-            lambda: JoinFacts(self.name, self.incarnation, host, port, capacity, host_id, self.core.draining),
+            lambda: JoinFacts(self.name, self.incarnation, host, port, capacity, host_id, self.core.draining, path),
             self,
             self._clear_from_master,
             log=log,

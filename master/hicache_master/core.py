@@ -207,6 +207,7 @@ class MasterCore:
                     version=version or 0,
                     host_id=message.host_id,
                     draining=message.draining,
+                    socket=message.socket,
                 )
             except NoRoom as error:
                 reason = f"Node {message.node!r} is refused: {error}."
@@ -306,6 +307,8 @@ class MasterCore:
             return f"A node name must have 1 to {MAX_NAME_BYTES} bytes: set another one (--name)."
         if len(message.host_id) > MAX_NAME_BYTES:
             return f"Node {message.node!r} is refused: its host id has more than {MAX_NAME_BYTES} characters (--host-id)."
+        if len(message.socket) > MAX_NAME_BYTES:
+            return f"Node {message.node!r} is refused: its socket's path has more than {MAX_NAME_BYTES} characters (--socket)."
         if message.seq < 0:
             return f"Node {message.node!r} is refused: update number {message.seq} is negative."
         if is_wildcard(message.host) or len(message.host) > MAX_NAME_BYTES:

@@ -30,15 +30,20 @@ class _InRotation:
         self.ranks = bytearray()
         """A byte a slot: 0 is not answered, a lower one is before a higher one."""
         self.peers: dict[int, Peer] = {}
+        """As nodes of other hosts reach them."""
+        self.neighbours: dict[int, Peer] = {}
+        """As those of their own host do, by a socket there."""
         self._members: dict[int, Member] = {}
         self._hosts: dict[str, set[int]] = {}
 
     def add(self, member: Member, slots: dict[int, int]) -> None:
         peer = Peer(member.name, member.incarnation, member.host, member.port)
+        neighbour = Peer(member.name, member.incarnation, member.host, member.port, member.socket)
         for tier, slot in slots.items():
             self.ranks += bytes(max(0, slot + 1 - len(self.ranks)))
             self.ranks[slot] = _LAST if member.state == DRAINING else 1 + TIERS.index(tier)
             self.peers[slot] = peer
+            self.neighbours[slot] = neighbour
             self._members[slot] = member
             if member.host_id:
                 self._hosts.setdefault(member.host_id, set()).add(slot)
@@ -53,7 +58,8 @@ class _InRotation:
 
 class Lookups:
     """Answers of active nodes, DRAM before colder tiers, and after them those of draining ones; among equals the asker's own
-    host first, then the less loaded of two. Nobody else is named, nor the asker. Not thread-safe."""
+    host first, then the less loaded of two. Nobody else is named, nor the asker. A node's socket is told on its own host only.
+    Not thread-safe."""
 
     def __init__(self, directory: Directory, membership: Membership, streams: Streams, stats: Stats) -> None:
         self._directory = directory
@@ -91,7 +97,8 @@ class Lookups:
         )
         tiers = bytes([self._streams.holder(slot).tier for slot in found.slots])
         self._stats.lookup_hits += len(found.column) - found.column.count(0)
-        return Answer(found.column, [rotation.peers[slot] for slot in found.slots], found.others, tiers if any(tiers) else b"")
+        peers = [(rotation.neighbours if slot in near else rotation.peers)[slot] for slot in found.slots]
+        return Answer(found.column, peers, found.others, tiers if any(tiers) else b"")
 
     def _in_rotation(self) -> _InRotation:
         as_of = self._membership.version, self._streams.version

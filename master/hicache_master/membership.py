@@ -63,6 +63,8 @@ class Member:
     version: int = PROTOCOL_MAX
     """Of the protocol, as negotiated."""
     host_id: str = ""
+    socket: str = ""
+    """Where ranks and movers of its host reach it."""
     used_bytes: int = 0
     objects: int = 0
     hits: int = 0
@@ -148,13 +150,14 @@ class Membership:
         version: int = PROTOCOL_MAX,
         host_id: str = "",
         draining: bool = False,
+        socket: str = "",
     ) -> tuple[Member, bool]:
         """Take a node in, or a new incarnation or address of it. Returns the member, and whether its name clashes: the same
         name was heard of within `ttl_s` from another incarnation at another address. The newer wins. Raises NoRoom."""
         old = self.get(name)
         if old is not None and old.incarnation == incarnation:
             old.host, old.port, old.capacity_bytes = host, port, capacity_bytes
-            old.version, old.host_id, old.draining = version, host_id, draining
+            old.version, old.host_id, old.draining, old.socket = version, host_id, draining, socket
             self.version += 1
             self._heard(old, now)
             return old, False
@@ -177,6 +180,7 @@ class Membership:
             version=version,
             host_id=host_id,
             draining=draining,
+            socket=socket,
         )
         self._members[name] = member
         return member, clash

@@ -158,10 +158,10 @@ class Cluster:
     def node(
         self, name: str, *options: str, dram: str = "256MiB", prefix: tuple[str, ...] = (), wait: bool = True, listen: str = ""
     ) -> Daemon:
-        """Start a node that knows all masters there are by now."""
+        """Start a node that knows all masters there are by now, as if on a host of its own."""
         socket = str(self.folder / f"{name}.sock")
         command = [sys.executable, "-m", "hicache_mooncake.cli", "node", "--socket", socket, "--dram", dram, "--name", name]
-        command += ["--listen", listen or "127.0.0.1:0"]
+        command += ["--listen", listen or "127.0.0.1:0", "--host-id", name]
         for address in self.addresses.values():
             command += ["--master", address]
         daemon = Daemon(name, [*command, *options], self.folder / f"{name}.out", lambda _: node_answers(socket), prefix)

@@ -64,13 +64,14 @@ class MasterProcess(_PoolProcess):
 
 
 class NodeProcess(_PoolProcess):
-    """One store node. Stopped or killed and started again, it has the same name, socket and addresses, and no pages."""
+    """One store node, as if on a host of its own. Stopped or killed and started again, it has the same name, socket and
+    addresses, and no pages."""
 
     def __init__(self, name: str, *, socket_path: Path, master: MasterProcess, log: Path, dram: str = DRAM) -> None:
         self.socket_path = socket_path
         self.metrics_port = free_port()
         command = [
-            *(*_COMMAND, "node", "--name", name, "--dram", dram, "--socket", str(socket_path)),
+            *(*_COMMAND, "node", "--name", name, "--host-id", name, "--dram", dram, "--socket", str(socket_path)),
             *("--listen", f"{HOST}:{free_port()}", "--metrics", f"{HOST}:{self.metrics_port}", "--master", master.address),
         ]
         super().__init__(name, command, log=log, env=own_environment())
