@@ -157,7 +157,7 @@ def test_the_matrix_and_who_uses_what_are_shown(settings: Settings, tmp_path: Pa
     assert check.table[0][-1] == "NUMA"
     assert len(check.table) == 1 + 8 + 4
     assert "8 GPUs, 3 of 4 RDMA devices in use" in check.found
-    assert "GPU0 mlx5_0" in check.found
+    assert "GPU0: mlx5_0; GPU1: mlx5_0; GPU2: mlx5_1" in check.found
     assert check.status == "ok"
 
 
@@ -167,7 +167,7 @@ def test_memory_without_a_near_nic_is_warned_of(settings: Settings, tmp_path: Pa
     one_sided = replace(settings, rdma_devices=("mlx5_0", "mlx5_1:1"))
     check = d.near_and_far(one_sided, tree)
     assert (check.status, "NUMA node 1 has no NIC of its own" in check.found) == ("warn", True)
-    assert "NUMA node 0 mlx5_" in check.found
+    assert "NUMA node 0: mlx5_0 mlx5_1" in check.found
     virtual = topology.read(sysfs_trees.unpack("virtual machine, no NUMA, a virtual function and Soft-RoCE", tmp_path / "vm"))
     assert d.near_and_far(settings, virtual).status == "ok"
     moved = topology.Topology(tree.nodes, virtual.devices)

@@ -6,16 +6,21 @@ import contextlib
 import errno
 import mmap
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
+from hicache_mooncake import protocol as p
+from hicache_mooncake.client import mover
 from hicache_mooncake.testing.local import FakeRank, page_hash
 from hicache_mooncake.transfer import numa
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.topology import NumaNode
+from hicache_mooncake.wire import Wire
 from tests import sysfs_trees
 from tests.conftest import NodeProcess
 
@@ -91,6 +96,12 @@ def test_memory_is_on_a_node_when_nearly_all_of_it_is(regions: list[tuple[int, i
     system = FakeSystem()
     assert numa.node_of(1, regions, system) == node
     assert system.asked <= 64 * len(regions), "a pool of a terabyte is asked about by a few pages"
+
+
+def test_memory_in_very_many_pieces_is_asked_about_by_a_few_of_them() -> None:
+    system = FakeSystem()
+    assert numa.node_of(1, [(GIB + number * 2 * PAGE, PAGE) for number in range(10_000)], system) == 1
+    assert system.asked <= 4096
 
 
 def test_samples_are_pages_within_the_memory() -> None:
@@ -173,6 +184,33 @@ def test_one_node_is_left_alone(tmp_path: Path) -> None:
     assert system.allowed == set(range(128))
     assert numa.Interleaving(True, system, root).nodes == []
     assert numa.Interleaving(True, system, tmp_path / "nowhere").nodes == []
+
+
+def test_a_mover_is_placed_before_it_maps_the_memory_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, list[tuple[int, int]]]] = []
+
+    class Near:
+        def move_to(self, pid: int, regions: list[tuple[int, int]]) -> str:
+            asked.append((pid, regions))
+            return "on NUMA node 1"
+
+    monkeypatch.setattr(mover, "Nearness", Near)
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=mover.serve, args=(theirs, "load"), daemon=True)
+    thread.start()
+    wire = Wire(ours)
+    fd = create_memfd("test", PAGE)
+    try:
+        for placed in (True, False):
+            attach = p.Attach("/nowhere", os.getpid(), "c", [p.Region(0x10000, PAGE, 0)], numa=placed)
+            wire.send(attach, [fd])
+            answer = wire.receive(p.decoder(p.FromMover), time.monotonic() + 20)
+            assert answer == p.Attached("memfd", placed="on NUMA node 1" if placed else "")
+    finally:
+        os.close(fd)
+        wire.close()
+        thread.join(20)
+    assert asked == [(os.getpid(), [(0x10000, PAGE)])]
 
 
 # --------------------------------------------------------------------------- this machine

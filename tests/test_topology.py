@@ -95,9 +95,11 @@ def test_the_nearest_are_those_of_the_same_node(tmp_path: Path) -> None:
     first, second = found.of("rdma")
     for node, expected in {0: [first], 1: [first], 2: [second], 3: [second], 4: [first, second], -1: [first, second]}.items():
         assert t.nearest([first, second], node, found) == expected
-    assert t.by_distance([first, second], 3, found) == [second, first]
-    assert t.by_distance([second, first], -1, found) == [second, first]
     assert t.nearest([], 0, found) == []
+    assert t.nearness([first, second], 0, found) == [1.0, 12 / 32]
+    assert t.nearness([first, second], 4, found) == [1.0, 1.0]
+    assert t.nearness([second, first], -1, found) == [1.0, 1.0]
+    assert t.nearness([], 0, found) == []
     assert found.nodes[4].cpus == ()
 
 

@@ -246,12 +246,12 @@ def near_and_far(settings: Settings, found: topology.Topology) -> Check:
     text = f"{len(gpus)} GPUs, {len(used)} of {len(found.of('rdma'))} RDMA devices in use"
     if not used:
         return Check(name, OK, text, table=table)
-    users: Sequence[int | topology.Device] = gpus or [node.number for node in found.nodes if node.cpus]
-    names = [gpu.name for gpu in gpus] or [f"NUMA node {node.number}" for node in found.nodes if node.cpus]
-    shares = topology.share(used, users, found)
-    text += "; nearest: " + ", ".join(
-        f"{user} {' '.join(device.name for device in share)}" for user, share in zip(names, shares, strict=True)
-    )
+    if gpus:
+        shares = topology.share(used, gpus, found)
+        near = {gpu.name: share for gpu, share in zip(gpus, shares, strict=True)}
+    else:
+        near = {f"NUMA node {node.number}": topology.nearest(used, node.number, found) for node in found.nodes if node.cpus}
+    text += "".join(f"; {user}: {' '.join(device.name for device in share)}" for user, share in near.items())
     if len(found.nodes) < 2:
         return Check(name, OK, text, table=table)
     bare = [node.number for node in found.nodes if node.cpus and not any(device.numa_node == node.number for device in used)]

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from hicache_mooncake.transfer.topology import NumaNode, cpu_list, read_numa_nodes
 
-_SAMPLES = 64
-"""Pages asked about of each stretch of memory."""
+_SAMPLES, _MAX_SAMPLES = 64, 4096
+"""Pages asked about of each stretch of memory, and of all together."""
 _MOSTLY = 0.8
 """Part of the pages that must be on one node for it to be the memory's."""
 _MPOL_DEFAULT, _MPOL_INTERLEAVE = 0, 3
@@ -100,11 +100,11 @@ def _mask(nodes: Sequence[int]) -> ctypes.Array[ctypes.c_ulong]:
 # --------------------------------------------------------------------------- where memory is
 
 
-def sample(address: int, length: int) -> list[int]:
+def sample(address: int, length: int, most: int = _SAMPLES) -> list[int]:
     """Addresses of pages spread over a stretch of memory, unevenly: memory that goes to the nodes by turns has a period."""
     first = address // mmap.PAGESIZE
     pages = (address + length - 1) // mmap.PAGESIZE - first + 1
-    count = min(pages, _SAMPLES)
+    count = min(pages, most)
     step = pages // count
     return [(first + number * pages // count + (number * 0x9E3779B1 >> 16) % step) * mmap.PAGESIZE for number in range(count)]
 
@@ -113,9 +113,10 @@ def node_of(pid: int, regions: Iterable[tuple[int, int]], system: System) -> int
     """The NUMA node that nearly all of a process's memory in these (address, length) is on, as far as it has been touched.
     None where it is spread, or nothing was touched yet. Raises OSError."""
     found: Counter[int] = Counter()
-    for address, length in regions:
+    asked = sorted(regions, key=lambda region: -region[1])[:_MAX_SAMPLES]
+    for address, length in asked:
         if length > 0:
-            sampled = sample(address, length)
+            sampled = sample(address, length, min(_SAMPLES, _MAX_SAMPLES // len(asked)))
             for node in system.nodes_of_pages(pid, sampled):
                 if node >= 0:
                     found[node] += max(1, length // len(sampled))

@@ -131,9 +131,11 @@ def nearest(devices: Sequence[Device], numa_node: int, topology: Topology | None
     return [device for device, far in zip(devices, away, strict=True) if far == min(away)]
 
 
-def by_distance(devices: Sequence[Device], numa_node: int, topology: Topology | None = None) -> list[Device]:
-    """All of the devices, the nearest to memory on this NUMA node first, and otherwise in their order."""
-    return sorted(devices, key=lambda device: _away(device, numa_node, topology or Topology()))
+def nearness(devices: Sequence[Device], numa_node: int, topology: Topology | None = None) -> list[float]:
+    """How near each of the devices is to memory on this NUMA node: 1 for those that are as near as any, and less for others, in
+    proportion to what the firmware says of the way. 1 for all when it is not known where the memory is (-1)."""
+    away = [_away(device, numa_node, topology or Topology()) for device in devices]
+    return [min(away) / far for far in away]
 
 
 def _away(device: Device, numa_node: int, topology: Topology) -> int:
