@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from socket import socket
 from typing import ClassVar
@@ -60,16 +60,6 @@ class Faults:
     keeps_channels: bool = False
 
 
-def _moved_later(address: int) -> None:
-    """Somebody's thread that did not know that it was over."""
-
-    def write() -> None:
-        time.sleep(0.05)
-        ctypes.c_ubyte.from_address(address).value ^= 0xFF
-
-    threading.Thread(target=write, daemon=True).start()
-
-
 def _first_bytes(pieces: Sequence[Piece], count: int) -> list[Piece]:
     first = []
     for piece in pieces:
@@ -100,7 +90,7 @@ class FaultyBatch(Pending):
         except TransportError as error:
             byte = {"deadline": self._faults.byte_after_deadline, "peer": self._faults.byte_after_peers_end}
             if byte.get(error.reason):
-                _moved_later(self._local)
+                self._link.transport.move_later(self._local)
             raise TransportError("device" if self._faults.wrong_reason else error.reason, str(error)) from error
 
     def cancel(self) -> None:
@@ -110,12 +100,12 @@ class FaultyBatch(Pending):
             return
         self._inner.cancel()
         if self._faults.byte_after_cancel:
-            _moved_later(self._local)
+            self._link.transport.move_later(self._local)
 
 
 class FaultyLink(Link):
     def __init__(self, transport: FaultyTransport, inner: TcpLink) -> None:
-        self._transport, self._inner, self.faults = transport, inner, transport.faults
+        self.transport, self._inner, self.faults = transport, inner, transport.faults
         self._used = time.monotonic()
         self._last: Pending | None = None
         self._local = 0
@@ -123,7 +113,7 @@ class FaultyLink(Link):
         if self.faults.notices_unbounded:
             inner.inbox = Inbox(1 << 30, 1 << 40)
         if self.faults.leaks_thread_per_link:
-            threading.Thread(target=transport.leaked.wait, daemon=True).start()
+            transport.start(transport.over.wait)
 
     def learn(self, address: int, length: int, token: bytes) -> None:
         self._inner.learn(address, length, token)
@@ -132,13 +122,13 @@ class FaultyLink(Link):
         faults, moved = self.faults, list(pieces)
         if faults.zero_length_is_checked and any(not piece.length and not piece.local for piece in pieces):
             raise TransportError("bounds", "a length of 0 in no memory")
-        if faults.near_may_not_be_asked and not self._transport.connected:
+        if faults.near_may_not_be_asked and not self.transport.connected:
             raise TransportError("peer", "this end only answers")
         if faults.dies_of_idleness and time.monotonic() - self._used > 0.5:
             raise TransportError("peer", "nobody used it for a while")
         self._used = time.monotonic()
         if faults.leaks_descriptor:
-            self._transport.files.append(os.dup(0))
+            self.transport.files.append(os.dup(0))
         if faults.empty_hangs and not any(piece.length for piece in pieces):
             raise TransportError("deadline", "waits for the last of no bytes")
         if moved and faults.loses_last_byte:
@@ -160,7 +150,7 @@ class FaultyLink(Link):
         late = deadline < time.monotonic()
         if faults.ignores_deadline or (late and faults.late_is_tried):
             deadline += 1000
-        link = self._transport.other_link(self) if faults.mixes_up_peers else self._inner
+        link = self.transport.other_link(self) if faults.mixes_up_peers else self._inner
         try:
             inner = link.submit(op, moved, deadline)
         except TransportError as error:
@@ -191,9 +181,9 @@ class FaultyLink(Link):
             return
         self._inner.close()
         if self.faults.byte_after_close and self._local:
-            _moved_later(self._local)
+            self.transport.move_later(self._local)
         if self.faults.closes_all:
-            for link in self._transport.links:
+            for link in self.transport.links:
                 link._inner.close()
 
 
@@ -202,18 +192,39 @@ class FaultyTransport(Transport):
 
     scheme: ClassVar[str] = "tcp"
 
-    def __init__(self, options: TransportOptions, faults: Faults, leaked: threading.Event) -> None:
+    def __init__(self, options: TransportOptions, faults: Faults) -> None:
         self.inner = TcpTransport(options)
-        self.faults, self.leaked = faults, leaked
+        self.faults, self.over = faults, threading.Event()
         self.links: list[FaultyLink] = []
         self.files: list[int] = []
         self.connected = False
-        self._kept: list[int] = []
+        self._threads: list[threading.Thread] = []
         self._known: dict[int, bytes] = {}
         if faults.any_token:
             find = self.inner.find
             regions = self.inner._regions
             self.inner.find = lambda token: find(token) or next(iter(regions.values()), None)  # type: ignore[method-assign]
+
+    def start(self, target: Callable[[], object]) -> None:
+        self._threads.append(threading.Thread(target=target, daemon=True))
+        self._threads[-1].start()
+
+    def move_later(self, address: int) -> None:
+        """A thread that did not learn that it was over."""
+        byte = ctypes.c_ubyte.from_address(address)
+
+        def write() -> None:
+            while not self.over.wait(0.01):
+                byte.value = (byte.value + 1) % 256
+
+        self.start(write)
+
+    def end(self) -> None:
+        """Of the test, before memory is unmapped."""
+        self.over.set()
+        for thread in self._threads:
+            thread.join()
+        self.inner.close()
 
     @property
     def channels(self) -> int:

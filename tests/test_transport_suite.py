@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from typing import Any
 
 import pytest
@@ -20,17 +19,15 @@ class FaultyTests(TransportTests):
 
     def begin(self) -> None:
         super().begin()
-        self.leaked = threading.Event()
         self.made: list[FaultyTransport] = []
 
     def end(self) -> None:
-        self.leaked.set()
-        super().end()
         for transport in self.made:
-            transport.inner.close()
+            transport.end()
+        super().end()
 
     def make_transport(self, options: TransportOptions) -> Transport:
-        self.made.append(FaultyTransport(options, self.faults, self.leaked))
+        self.made.append(FaultyTransport(options, self.faults))
         return self.made[-1]
 
 

@@ -298,9 +298,7 @@ class EndingTests(TransportHarness):
         batch = peer.near.submit("read", [Piece(mine.address, peer.remote, _SIZE)] * 100, 0.5)
         fails(("deadline", "peer"), batch.wait)
         endless.cancel()
-        mine.fill(4)
-        peer.go_on()
-        self.stays(mine, "the deadline, from a peer that was stopped meanwhile")
+        self.stays(mine, "the deadline, from a peer that was stopped meanwhile", peer.go_on)
 
     def test_closing_while_the_peer_is_stopped_in_mid_write(self) -> None:
         """It wakes later, and goes on where it was."""
@@ -312,9 +310,7 @@ class EndingTests(TransportHarness):
             with pytest.raises(TransportError):
                 peer.near.link.close()
             return
-        mine.fill(4)
-        peer.go_on()
-        self.stays(mine, "close, from a peer that was stopped meanwhile")
+        self.stays(mine, "close, from a peer that was stopped meanwhile", peer.go_on)
 
     def test_closing_while_the_peer_goes_on_writing(self) -> None:
         peer, mine = self._writing()

@@ -310,10 +310,11 @@ class TransportHarness:
     def wait_until(self, condition: Callable[[], Any], what: str) -> None:
         wait_until(condition, what, self.patience_s)
 
-    def stays(self, memory: Memory, what: str) -> None:
-        """Nothing lands there any more: what is written there now is found again later."""
+    def stays(self, memory: Memory, what: str, then: Callable[[], None] = lambda: None) -> None:
+        """Nothing lands there any more: what is written there now is found again later, after `then` was called."""
         memory.fill(99)
         expected = memory.bytes()
+        then()
         end = time.monotonic() + self.settle_s
         while True:
             last = time.monotonic() > end
