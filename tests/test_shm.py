@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_mooncake.transfer import shm, shm_link
+from hicache_mooncake.transfer import channel_link, channel_transport
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.shm import ShmTransport
 from hicache_mooncake.transfer.transport import Link, Piece, TransportError, TransportOptions
@@ -166,9 +166,9 @@ def test_memory_that_was_taken_back_is_out_of_bounds_and_not_mapped_any_more(pai
         pair.share(theirs)
         piece = Piece(mine.address, theirs.address, 1 << 20)
         pair.link.submit("read", [piece], soon()).wait()
-        assert pair.near.report()["mapped_bytes"] == 1 << 20
+        assert pair.near.report()["reached_bytes"] == 1 << 20
         pair.far.unregister(theirs.address)
-        assert pair.near.report()["mapped_bytes"] == 0
+        assert pair.near.report()["reached_bytes"] == 0
         with pytest.raises(TransportError) as caught:
             pair.link.submit("read", [piece], soon())
         assert caught.value.reason == "bounds"
@@ -337,7 +337,7 @@ def test_memory_that_a_stopped_peer_may_write_to_is_not_taken_back(tmp_path: Pat
     with other(tmp_path) as peer, memories(shm_peer.LENGTH) as (mine,):
         peer.writes_into(mine)
         peer.stop()
-        with pytest.raises(TransportError, match="are they stopped"):
+        with pytest.raises(TransportError, match="stopped"):
             peer.transport.unregister(mine.address)
         assert not peer.link.alive
         peer.process.kill()
@@ -359,8 +359,8 @@ def test_a_peer_that_was_only_stopped_for_a_while_is_fenced_when_it_goes_on(tmp_
 @pytest.fixture
 def short_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped peer never answers: nothing is lost by not waiting for it."""
-    monkeypatch.setattr(shm, "FENCE_S", 0.3)
-    monkeypatch.setattr(shm_link, "FENCE_S", 0.3)
+    monkeypatch.setattr(channel_transport, "FENCE_S", 0.3)
+    monkeypatch.setattr(channel_link, "FENCE_S", 0.3)
 
 
 def closes(link: Link) -> bool:

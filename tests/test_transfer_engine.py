@@ -21,7 +21,7 @@ import pytest
 import hicache_mooncake
 from hicache_mooncake import TransferEngine, TransportError
 from hicache_mooncake.security import ClusterKey
-from hicache_mooncake.transfer import engine_wire, shm_link, transport
+from hicache_mooncake.transfer import channel_link, engine_wire, transport
 from hicache_mooncake.transfer.shm import ShmTransport
 
 LONG_S = 60.0
@@ -403,7 +403,7 @@ def test_a_killed_peer_is_noticed_and_its_successor_is_another_peer(scheme: str)
 
 
 def test_a_stopped_peer_is_not_taken_for_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_link, "FENCE_S", 0.3)  # it never answers
+    monkeypatch.setattr(channel_link, "FENCE_S", 0.3)  # it never answers
     with engines(("shm",)) as (here,), child("shm") as (process, address):
         here.allocate(4096)
         peer = here.connect(address, soon())

@@ -14,167 +14,117 @@ import os
 import socket
 import stat
 import struct
-import threading
 import time
-from collections.abc import Sequence
 from fcntl import F_GETFL, fcntl
 from typing import ClassVar
 
-from hicache_mooncake.transfer.shm_copy import Copier
-from hicache_mooncake.transfer.shm_link import FENCE_S, MAPPED, MAX_REGIONS, PROCESS, TOKEN, ShmLink
-from hicache_mooncake.transfer.transport import Extents, Link, Transport, TransportError, TransportOptions
+from hicache_mooncake.transfer.batches import Batch
+from hicache_mooncake.transfer.channel_link import ChannelLink, Memory
+from hicache_mooncake.transfer.channel_transport import ChannelTransport, Own
+from hicache_mooncake.transfer.copying import Copier, Place
+from hicache_mooncake.transfer.shm_copy import MappedPlace, ProcessPlace, process_ended
+from hicache_mooncake.transfer.transport import Pending, TransportError, TransportOptions
 
 _HELLO = b"hicache-mooncake shm 1\n"
 _UCRED = struct.Struct("@iII")
-_MAX_LINKS = 1024
+_MAPPED, _PROCESS = b"map1", b"pid1"
+_INLINE_BYTES = 1 << 20
+"""A batch of up to this size is copied by whoever submits it: to wake another thread costs as much."""
 
 
-class _Own:
-    """A stretch that is registered here."""
-
-    def __init__(self, number: int, address: int, length: int, fd: int, fd_offset: int) -> None:
-        self.id, self.address, self.length, self.fd, self.fd_offset = number, address, length, fd, fd_offset
-
-
-class ShmTransport(Transport):
+class ShmTransport(ChannelTransport):
     """`TransportOptions.copy_threads` threads copy large batches beside whoever waits for them; 0: one."""
 
     scheme: ClassVar[str] = "shm"
     local_only: ClassVar[bool] = True
 
     def __init__(self, options: TransportOptions) -> None:
-        self._lock = threading.Lock()
-        self.extents = Extents()
-        """What is registered here."""
-        self._own: dict[int, _Own] = {}
-        self._links: set[ShmLink] = set()
-        self._next_id = int.from_bytes(os.urandom(6), "little")
-        self._closed = False
-        self.copier = Copier(max(1, options.copy_threads))
+        super().__init__()
+        self._copier = Copier(max(1, options.copy_threads), "shm-copy")
 
-    def register(self, address: int, length: int, fd: int = -1, fd_offset: int = 0) -> bytes:
-        if length <= 0:
-            raise TransportError("memory", f"a registration of {length} bytes: at least one is needed")
-        if fd >= 0:
-            _check_descriptor(fd, length, fd_offset)
-        former = None
-        with self._lock:
-            self._check_open()
-            if len(self._own) >= MAX_REGIONS:
-                raise TransportError("memory", f"{MAX_REGIONS} stretches of memory are registered: register larger ones")
-            self._next_id += 1
-            own = _Own(self._next_id, address, length, fd, fd_offset)
-            token = TOKEN.pack(MAPPED if fd >= 0 else PROCESS, own.id)
-            self.extents.add(address, length, token)
-            former = next((old for old in self._own.values() if old.address == address), None)
-            if former is not None:
-                del self._own[former.id]
-            self._own[own.id] = own
-        if former is not None:
-            self._revoke(former)
-        return token
+    def admit(self, address: int, length: int, fd: int, fd_offset: int) -> bytes:
+        if fd < 0:
+            return _PROCESS
+        _check_descriptor(fd, length, fd_offset)
+        return _MAPPED
 
-    def unregister(self, address: int) -> None:
-        """Raises TransportError when a peer has not confirmed it: the links to such peers are ended then, and the memory must
-        not be used again until those processes are gone."""
-        with self._lock:
-            own = next((own for own in self._own.values() if own.address == address), None)
-            if own is None:
-                return
-            del self._own[own.id]
-            self.extents.remove(address)
-        self._revoke(own)
-
-    def _revoke(self, own: _Own) -> None:
-        with self._lock:
-            links = list(self._links)
-        until = time.monotonic() + FENCE_S
-        asked = [link for link in links if link.ask_to_forget(own.id)]
-        silent = [link for link in asked if not link.forgotten(own.id, until)]
-        for link in silent:
-            link.stop("peer", "it did not confirm that it has forgotten memory that is not registered any more")
-        if silent:
-            raise TransportError(
-                "peer",
-                f"processes {', '.join(str(link.pid) for link in silent)} did not confirm within {FENCE_S:g} s that they "
-                f"forgot {own.length} bytes at {own.address:#x}: are they stopped? Do not use it before they have ended",
-            )
-
-    def connect(self, channels: Sequence[socket.socket], deadline: float) -> Link:
-        return self._link(channels, deadline)
-
-    def accept(self, channels: Sequence[socket.socket], deadline: float) -> Link:
-        return self._link(channels, deadline)
-
-    def _link(self, channels: Sequence[socket.socket], deadline: float) -> Link:
-        try:
-            if len(channels) != 1 or channels[0].family != socket.AF_UNIX:
-                raise TransportError("unavailable", "shared memory needs one UNIX socket as its channel")
-            pid = _greet(channels[0], deadline)
-            link = ShmLink(self, channels[0], pid)
-            with self._lock:
-                try:
-                    self._check_open()
-                    if len(self._links) >= _MAX_LINKS:
-                        raise TransportError("memory", f"{_MAX_LINKS} links are open: close those that are not needed")
-                    link.start()
-                except TransportError:
-                    link.abandon()
-                    raise
-                self._links.add(link)
-        except BaseException:
-            for channel in channels:
-                channel.close()
-            raise
-        return link
+    def meet(self, channel: socket.socket, deadline: float) -> ChannelLink:
+        if channel.family != socket.AF_UNIX:
+            raise TransportError("unavailable", "shared memory needs a UNIX socket as its channel")
+        return ShmLink(self, channel, _greet(channel, deadline), self._copier)
 
     def close(self) -> None:
-        """Raises TransportError when a link could not be fenced, after all others are closed."""
-        with self._lock:
-            self._closed = True
-            links = list(self._links)
-        until = time.monotonic() + FENCE_S
-        for link in links:
-            link.stop()
-        problem = None
-        for link in links:
+        try:
+            super().close()
+        finally:
+            self._copier.close()
+
+
+class ShmLink(ChannelLink):
+    turn_bytes: ClassVar[int] = 4 << 20
+
+    def __init__(self, transport: ShmTransport, channel: socket.socket, pid: int, copier: Copier) -> None:
+        """`pid`: of the peer as this process sees it; 0 if it cannot."""
+        super().__init__(transport, channel, f"process {pid}" if pid else "a process of another pid namespace")
+        self._pid, self._pidfd = pid, -1
+        self._copier = copier
+        if pid:
             try:
-                link.close(until)
-            except TransportError as error:
-                problem = error
-        self.copier.close()
-        with self._lock:
-            for own in self._own.values():
-                self.extents.remove(own.address)
-            self._own.clear()
-        if problem is not None:
-            raise problem
+                self._pidfd = os.pidfd_open(pid)
+            except OSError as error:
+                raise TransportError("peer", f"{self.who} at the other end is gone: {error.strerror}") from error
 
-    def report(self) -> dict[str, int | float | str | bool]:
-        with self._lock:
-            links = list(self._links)
-            regions = len(self._own)
-        return {
-            "links": sum(link.alive for link in links),
-            "regions": regions,
-            "mapped_bytes": sum(link.mapped_bytes for link in links),
-            "copied_bytes": sum(link.copied_bytes for link in links),
-            "copy_threads": self.copier.threads,
-        }
+    def place(self, kind: bytes, number: int, address: int, length: int) -> Place:
+        if kind == _MAPPED:
+            return MappedPlace(number, address, length)
+        if kind == _PROCESS:
+            return ProcessPlace(number, address, length, self._pid, self._pidfd)
+        raise TransportError("bounds", "a token that is none of shared memory's")
 
-    # ---- for links
+    def offer(self, own: Own) -> tuple[Memory, list[int]]:
+        if own.fd < 0:
+            return Memory(own.id, True), []
+        return Memory(own.id, True, True, own.fd_offset), [own.fd]
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportError("closed", "this transport was closed")
+    def reach(self, place: Place, memory: Memory, fd: int) -> None:
+        if isinstance(place, MappedPlace) and fd >= 0:
+            place.map(fd, memory.fd_offset)
+        elif isinstance(place, ProcessPlace) and fd < 0:
+            place.probe()
+        else:
+            raise TransportError("peer", f"memory at {place.address:#x} is not of the kind that its token says")
 
-    def own(self, number: int) -> _Own | None:
-        with self._lock:
-            return self._own.get(number)
+    def begin(self, batch: Batch) -> Pending:
+        if batch.total <= _INLINE_BYTES:
+            self.help(batch)
+        else:
+            self._copier.put(self.turn)
+        return _ShmPending(self, batch)
 
-    def forget(self, link: ShmLink) -> None:
-        with self._lock:
-            self._links.discard(link)
+    def peer_ended(self) -> bool:
+        return self._pidfd >= 0 and process_ended(self._pidfd)
+
+    def let_go(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+
+
+class _ShmPending(Pending):
+    """Whoever waits copies, too."""
+
+    def __init__(self, link: ShmLink, batch: Batch) -> None:
+        self._link, self._batch = link, batch
+
+    @property
+    def done(self) -> bool:
+        return self._batch.done
+
+    def wait(self) -> None:
+        self._link.help(self._batch)
+        self._batch.wait()
+
+    def cancel(self) -> None:
+        self._batch.cancel()
 
 
 def _check_descriptor(fd: int, length: int, fd_offset: int) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
 import select
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from hicache_mooncake.transfer.batches import Fenced
+from hicache_mooncake.transfer.copying import Place
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.transfer.transport import Op, Piece, TransportError
 
@@ -29,25 +26,6 @@ _process_vm = {"read": _libc.process_vm_readv, "write": _libc.process_vm_writev}
 for _function in _process_vm.values():
     _function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
     _function.restype = ctypes.c_ssize_t
-
-
-class Place(Fenced):
-    """A stretch of the peer's memory that was learned. Who copies holds it; once it has ended and is quiet, `close` it."""
-
-    def __init__(self, number: int, address: int, length: int) -> None:
-        super().__init__()
-        self.number, self.address, self.length = number, address, length
-        self.ready = False
-
-    def holds(self, piece: Piece) -> bool:
-        return self.address <= piece.remote and piece.remote + piece.length <= self.address + self.length
-
-    def copy(self, op: Op, pieces: Sequence[Piece]) -> None:
-        """Held. Raises TransportError."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Nobody holds it any more."""
 
 
 class MappedPlace(Place):
@@ -129,50 +107,12 @@ class ProcessPlace(Place):
             raise TransportError("peer", f"process {self._pid} has ended")
         raise TransportError("memory", f"{op} of {total} bytes: {os.strerror(error)}")
 
+    def close(self) -> None:
+        """Nothing of it is kept here."""
+
 
 def process_ended(pidfd: int) -> bool:
     """With all its threads."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-class Copier:
-    """Threads that copy for links. They start when there is something to copy."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._cond = threading.Condition()
-        self._queue: deque[Callable[[], bool]] = deque()
-        self._started: list[threading.Thread] = []
-        self._closed = False
-
-    def put(self, turn: Callable[[], bool]) -> None:
-        """Call `turn`, which takes a short time, on all threads until it says that there is nothing to do."""
-        with self._cond:
-            self._queue.extend([turn] * self.threads)
-            while len(self._started) < self.threads and not self._closed:
-                thread = threading.Thread(target=self._work, name="shm-copy", daemon=True)
-                with contextlib.suppress(RuntimeError):  # no more threads: then whoever waits for a batch copies it
-                    thread.start()
-                self._started.append(thread)
-            self._cond.notify_all()
-
-    def _work(self) -> None:
-        while True:
-            with self._cond:
-                self._cond.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
-                    return
-                turn = self._queue.popleft()
-            if turn():
-                with self._cond:
-                    self._queue.append(turn)
-
-    def close(self) -> None:
-        with self._cond:
-            self._closed = True
-            self._cond.notify_all()
-        for thread in self._started:
-            if thread.is_alive():
-                thread.join()

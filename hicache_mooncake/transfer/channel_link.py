@@ -1,7 +1,12 @@
-"""One end of a link through shared memory: the messages on its channel, the peer's memory, and who stops copying when."""
+"""Links of transports in which the side that asks moves the bytes, in both directions: shared memory and foreign engines.
+
+One stream socket, the channel, carries what must be said: which of the peer's memory may be reached and how, when that ends,
+and notices. Each end shuts its side of the channel down when it moves nothing any more, which is what a close waits for.
+"""
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import socket
@@ -9,11 +14,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hicache_mooncake.protocol import Message, ProtocolError, decoder
 from hicache_mooncake.transfer.batches import Batch, Batches, Fenced, Inbox, check_pieces
-from hicache_mooncake.transfer.shm_copy import MappedPlace, Place, ProcessPlace, process_ended
+from hicache_mooncake.transfer.copying import Place
 from hicache_mooncake.transfer.transport import (
     MAX_NOTICE_BYTES,
     Extents,
@@ -26,75 +31,71 @@ from hicache_mooncake.transfer.transport import (
 from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
 
 if TYPE_CHECKING:
-    from hicache_mooncake.transfer.shm import ShmTransport
+    from hicache_mooncake.transfer.channel_transport import ChannelTransport, Own
 
-STEP_BYTES = 4 << 20
-"""Copied before a cancel, a deadline or a close is heard."""
 FENCE_S = 3.0
 """How long a peer may take to say that it has stopped. It has a step to finish, which takes milliseconds."""
 MAX_REGIONS = 4096
 TOKEN = struct.Struct("<4sQ")
-MAPPED, PROCESS = b"map1", b"pid1"
 _ANSWER_S = 10.0
 """How long a peer may leave what is sent to it unread."""
 _TELL_S = 1.0
 """The same, while somebody waits."""
 _LOOK_S = 0.1
 _UNBOUNDED = 1 << 62
-"""Bytes under way: a step for each thread that copies."""
-_INLINE_BYTES = 1 << 20
-"""A batch of up to this size is copied by whoever submits it: to wake another thread costs as much."""
+"""Bytes under way: a turn for each thread that copies."""
 
 
-class _Want(Message):
+class Want(Message):
     """The region of this id, which the peer was told of."""
 
     id: int
 
 
-class _Memory(Message):
+class Memory(Message):
     """The answer to Want. If the memory has a descriptor it rides on the frame; those of several frames may arrive together."""
 
     id: int
     valid: bool
     has_fd: bool = False
     fd_offset: int = 0
+    how: bytes = b""
+    """What a foreign engine needs to reach it."""
 
 
-class _Revoke(Message):
+class Revoke(Message):
     """Do not touch this region any more, and say so."""
 
     id: int
 
 
-class _Revoked(Message):
+class Revoked(Message):
     id: int
 
 
-class _Notice(Message):
+class Notice(Message):
     body: bytes
 
 
-_ToPeer = _Want | _Memory | _Revoke | _Revoked | _Notice
+_ToPeer = Want | Memory | Revoke | Revoked | Notice
 _decoder = decoder(_ToPeer)
 
 
-class ShmLink(Link):
-    """A thread of its own reads what the peer says."""
+class ChannelLink(Link):
+    """One end. A thread of its own reads what the peer says. Subclasses say what a peer's memory is and how it is copied."""
 
-    def __init__(self, transport: ShmTransport, channel: socket.socket, pid: int) -> None:
-        self.pid = pid
-        """Of the peer as this process sees it; 0 if it cannot."""
+    turn_bytes: ClassVar[int]
+    """Copied before a cancel, a deadline or a close is heard."""
+    patience_s: ClassVar[float] = threading.TIMEOUT_MAX
+    """How long a close waits for copies of this process that are under way."""
+
+    def __init__(self, transport: ChannelTransport, channel: socket.socket, who: str) -> None:
+        """`who`: the peer, for errors. The subclass starts it when it is ready to copy."""
+        self.who = who
         self._transport = transport
         self._channel = channel
         self._wire = Wire(channel)
-        self._pidfd = -1
-        if pid:
-            try:
-                self._pidfd = os.pidfd_open(pid)
-            except OSError as error:
-                raise TransportError("peer", f"process {pid} at the other end is gone: {error.strerror}") from error
-        self._batches = Batches(_UNBOUNDED, lambda: None, turn_bytes=STEP_BYTES)
+        self._batches = Batches(_UNBOUNDED, lambda: None, turn_bytes=self.turn_bytes)
         self._copying = Fenced()
         """Held by whoever copies."""
         self._inbox = Inbox()
@@ -110,7 +111,7 @@ class ShmLink(Link):
         self._closed = False
         self._fds: list[int] = []
         """That came, and whose message has not been read yet. Of the reader."""
-        self._reader = threading.Thread(target=self._read, name="shm-link", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="transport-link", daemon=True)
 
     def start(self) -> None:
         try:
@@ -121,8 +122,32 @@ class ShmLink(Link):
     def abandon(self) -> None:
         """It never started."""
         self._wire.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
+        self.let_go()
+
+    # ---- what subclasses say
+
+    @abc.abstractmethod
+    def place(self, kind: bytes, number: int, address: int, length: int) -> Place:
+        """Memory of the peer that is to be reached, by the kind in its token. Raises TransportError."""
+
+    @abc.abstractmethod
+    def offer(self, own: Own) -> tuple[Memory, list[int]]:
+        """What the peer needs to reach this memory, and the descriptors that ride on it."""
+
+    @abc.abstractmethod
+    def reach(self, place: Place, memory: Memory, fd: int) -> None:
+        """The peer's offer has come: make the place ready. `fd` is -1 or stays the caller's. Raises TransportError."""
+
+    @abc.abstractmethod
+    def begin(self, batch: Batch) -> Pending:
+        """See that `turn` is called until the batch is done."""
+
+    def peer_ended(self) -> bool:
+        """Its process is known to have ended, whatever its channel says."""
+        return False
+
+    def let_go(self) -> None:
+        """Of what the link has, at its end. Once."""
 
     # ---- the contract
 
@@ -131,13 +156,7 @@ class ShmLink(Link):
             kind, number = TOKEN.unpack(token)
         except struct.error:
             kind, number = b"", 0
-        place: Place
-        if kind == MAPPED:
-            place = MappedPlace(number, address, length)
-        elif kind == PROCESS:
-            place = ProcessPlace(number, address, length, self.pid, self._pidfd)
-        else:
-            raise TransportError("bounds", f"a token of {len(token)} bytes that is none of shared memory's")
+        place = self.place(kind, number, address, length)
         with self._cond:
             self._check_alive()
             if len(self._places) >= MAX_REGIONS:
@@ -150,24 +169,19 @@ class ShmLink(Link):
         for old in former:
             if old.number != number:
                 self._drop(old)
-        self._tell(_Want(number), time.monotonic() + _ANSWER_S)
+        self._tell(Want(number), time.monotonic() + _ANSWER_S)
 
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
         self._check_alive()
         check_pieces(pieces, self._transport.extents, self._learned)
         self._await_places(pieces, deadline)
-        batch = self._batches.admit(op, pieces, deadline)
-        if batch.total <= _INLINE_BYTES:
-            self.help(batch)
-        else:
-            self._transport.copier.put(self.turn)
-        return _ShmPending(self, batch)
+        return self.begin(self._batches.admit(op, pieces, deadline))
 
     def notify(self, message: bytes, deadline: float) -> None:
         if len(message) > MAX_NOTICE_BYTES:
             raise TransportError("bounds", f"a notice of {len(message)} bytes: at most {MAX_NOTICE_BYTES} are allowed")
         self._check_alive()
-        if not self._tell(_Notice(message), deadline):
+        if not self._tell(Notice(message), deadline):
             self._check_alive()
 
     def notices(self) -> list[bytes]:
@@ -184,9 +198,11 @@ class ShmLink(Link):
         if not self._wait(lambda: self._peer_stopped, until):
             raise TransportError(
                 "peer",
-                f"process {self.pid} did not confirm within {FENCE_S:g} s that it has stopped copying: is it stopped? Do not "
-                "use what it may write to before it has ended",
+                f"{self.who} did not confirm within {FENCE_S:g} s that it has stopped copying: is it stopped? Do not use what "
+                "it may write to before it has ended",
             )
+        if not self._copying.quiet:
+            raise TransportError("peer", f"copies from or to {self.who} have not ended: do not use their memory")
         with self._cond:
             if self._closed:
                 return
@@ -200,8 +216,7 @@ class ShmLink(Link):
             places, self._places = list(self._places.values()), {}
         for place in places:
             self._drop(place)
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
+        self.let_go()
         self._transport.forget(self)
 
     # ---- copying
@@ -289,13 +304,14 @@ class ShmLink(Link):
             self._channel.shutdown(socket.SHUT_WR)
 
     def end(self, reason: str, detail: str) -> None:
-        """Nothing is copied here any more when this returns. The first reason counts."""
+        """Nothing is copied here any more when this returns, as far as that can be had in `patience_s`. The first reason
+        counts."""
         error = TransportError(reason, detail)
         self._copying.end(error)
         self._batches.close(self._copying.error or error)
         with self._cond:
             self._cond.notify_all()
-        self._copying.wait_quiet(threading.TIMEOUT_MAX)
+        self._copying.wait_quiet(self.patience_s)
 
     def _check_alive(self) -> None:
         error = self._copying.error
@@ -311,17 +327,18 @@ class ShmLink(Link):
                     return False
                 self._cond.wait(min(left, _LOOK_S))
                 # The channel says so too, unless somebody else has inherited the peer's end of it.
-                if not self._closed and self._pidfd >= 0 and process_ended(self._pidfd):
+                if not self._closed and self.peer_ended():
                     self._peer_stopped = True
         return True
 
     # ---- memory
 
     def _drop(self, place: Place) -> None:
-        """Nobody copies from or to it any more when this returns."""
+        """Nobody copies from or to it any more when this returns, or else the link ends."""
         place.end(TransportError("bounds", f"the peer has taken back its memory at {place.address:#x}"))
-        place.wait_quiet(threading.TIMEOUT_MAX)
-        place.close()
+        place.wait_quiet(self.patience_s)
+        if place.quiet:
+            place.close()
         with self._cond:
             if self._places.get(place.number) is place:
                 del self._places[place.number]
@@ -332,7 +349,7 @@ class ShmLink(Link):
         with self._cond:
             if number not in self._given or self._peer_stopped:
                 return False
-        self._tell(_Revoke(number), time.monotonic() + _TELL_S)
+        self._tell(Revoke(number), time.monotonic() + _TELL_S)
         return True
 
     def forgotten(self, number: int, until: float) -> bool:
@@ -347,21 +364,21 @@ class ShmLink(Link):
                 self._wire.send(message, fds, deadline)
         except WireTimeout:
             # In the middle of a frame, perhaps.
-            self.stop("peer", f"process {self.pid} does not read what it is sent: is it stopped?")
+            self.stop("peer", f"{self.who} does not read what it is sent: is it stopped?")
         except (WireClosed, OSError):
-            self.stop("peer", f"process {self.pid} has closed the link")
+            self.stop("peer", f"{self.who} has closed the link")
         else:
             return True
         return False
 
     def _read(self) -> None:
         """Each end shuts its side of the channel down when it has stopped copying, and stops when it sees the other's end."""
-        detail = f"process {self.pid} has closed the link"
+        detail = f"{self.who} has closed the link"
         try:
             while True:
                 self._handle(self._wire.receive(_decoder))
         except ProtocolError as error:
-            detail = f"process {self.pid} broke the protocol of shared memory: {error}"
+            detail = f"{self.who} broke the protocol of shared memory: {error}"
         except (WireClosed, OSError):
             pass
         self.stop("peer", detail)
@@ -374,22 +391,22 @@ class ShmLink(Link):
 
     def _handle(self, message: _ToPeer) -> None:
         match message:
-            case _Notice():
+            case Notice():
                 if not self._inbox.put(message.body):
                     raise ProtocolError("it told more than was looked at")
-            case _Want():
+            case Want():
                 self._give(message.id)
-            case _Memory():
+            case Memory():
                 self._received(message)
-            case _Revoke():
+            case Revoke():
                 with self._cond:
                     place = self._places.get(message.id)
                     if place is not None:
                         self._learned.remove(place.address)
                 if place is not None:
                     self._drop(place)
-                self._tell(_Revoked(message.id), time.monotonic() + _ANSWER_S)
-            case _Revoked():
+                self._tell(Revoked(message.id), time.monotonic() + _ANSWER_S)
+            case Revoked():
                 with self._cond:
                     self._given.discard(message.id)
                     self._cond.notify_all()
@@ -404,13 +421,12 @@ class ShmLink(Link):
             with self._cond:
                 self._given.discard(number)
                 self._cond.notify_all()
-            self._tell(_Memory(number, False), until)
-        elif own.fd < 0:
-            self._tell(_Memory(number, True), until)
+            self._tell(Memory(number, False), until)
         else:
-            self._tell(_Memory(number, True, True, own.fd_offset), until, (own.fd,))
+            offer, fds = self.offer(own)
+            self._tell(offer, until, fds)
 
-    def _received(self, message: _Memory) -> None:
+    def _received(self, message: Memory) -> None:
         self._fds += self._wire.take_fds()
         if message.has_fd and not self._fds:
             raise ProtocolError("memory came without its descriptor")
@@ -423,12 +439,7 @@ class ShmLink(Link):
             try:
                 if not message.valid:
                     raise TransportError("bounds", f"the peer has no memory registered at {place.address:#x} by this token")
-                if isinstance(place, MappedPlace) and fd >= 0:
-                    place.map(fd, message.fd_offset)
-                elif isinstance(place, ProcessPlace) and fd < 0:
-                    place.probe()
-                else:
-                    raise TransportError("peer", f"memory at {place.address:#x} is not of the kind that its token says")
+                self.reach(place, message, fd)
             except TransportError as error:
                 place.end(error)
             finally:
@@ -440,28 +451,11 @@ class ShmLink(Link):
                 os.close(fd)
 
     @property
-    def mapped_bytes(self) -> int:
+    def reached_bytes(self) -> int:
+        """Of the peer's memory."""
         with self._cond:
-            return sum(place.length for place in self._places.values() if isinstance(place, MappedPlace) and place.ready)
+            return sum(place.length for place in self._places.values() if place.ready)
 
     @property
     def copied_bytes(self) -> int:
         return self._batches.moved("read") + self._batches.moved("write")
-
-
-class _ShmPending(Pending):
-    """Whoever waits copies, too."""
-
-    def __init__(self, link: ShmLink, batch: Batch) -> None:
-        self._link, self._batch = link, batch
-
-    @property
-    def done(self) -> bool:
-        return self._batch.done
-
-    def wait(self) -> None:
-        self._link.help(self._batch)
-        self._batch.wait()
-
-    def cancel(self) -> None:
-        self._batch.cancel()
