@@ -80,12 +80,17 @@ def test_a_slow_rail_that_has_become_fast_is_found_out() -> None:
 
 
 def test_a_nearer_device_carries_more_where_the_rates_are_equal() -> None:
-    rails = Rails([(0, 0), (1, 1)], near=[1.0, 0.5])
+    rails = Rails([(0, 0), (1, 1)])
     for rail in rails.due(0.0):
         rails.pairing(rail, 0.0)
         rails.came_up(rail, 0.0)
-    near = rails.choose(anybody, MIN_SLICE)
-    assert near is rails.all[0]
+    carried = [0, 0]
+    for _ in range(30):
+        rail = rails.choose(anybody, MIN_SLICE, lambda rail: (0.5, 1.0)[rail.index])
+        assert rail is not None
+        rails.posted(rail, MIN_SLICE, 0.0)
+        carried[rail.index] += 1
+    assert carried == [10, 20]
 
 
 def test_a_batch_is_cut_for_all_rails_but_not_below_64_kib() -> None:

@@ -49,8 +49,6 @@ class LocalPort:
     device: Device
     port: Port
     gid_index: int
-    near: float = 1.0
-    """As in Rails."""
 
 
 class Owner(Protocol):
@@ -66,6 +64,9 @@ class Owner(Protocol):
 
     def local(self, device: str) -> Lookup:
         """Of the memory registered here, by device."""
+
+    def near(self, device: str, address: int) -> float:
+        """How near a device is to memory registered here: as in `Rails.choose`."""
 
     def forget(self, link: VerbsLink) -> None:
         """It is dead."""
@@ -90,7 +91,7 @@ class VerbsLink(Link):
         self._unsent = bytearray()
         self._theirs: list[Port] = []
         self._rails = Rails([])
-        self._traffic = Traffic(self._batches, self._rails, self._local, self._there)
+        self._traffic = Traffic(self._batches, self._rails, self._local, self._there, self._near)
         self._refusals: list[str] = []
         self._open = False
         self._error: TransportError | None = None
@@ -314,8 +315,8 @@ class VerbsLink(Link):
                     for side, some in ((self.name, self._theirs), ("here", ours))
                 ),
             )
-        self._rails = Rails(made, [ports[here].near for here, _ in made])
-        self._traffic = Traffic(self._batches, self._rails, self._local, self._there)
+        self._rails = Rails(made)
+        self._traffic = Traffic(self._batches, self._rails, self._local, self._there, self._near)
         if not self._connected:
             self._say(handshake.announce(ours))
 
@@ -433,6 +434,9 @@ class VerbsLink(Link):
             self._die(TransportError(blame, f"no rail to {self.name} is left: {'; '.join(self._refusals)}"))
 
     # ------------------------------------------------------------------ batches
+
+    def _near(self, rail: Rail, address: int) -> float:
+        return self._owner.near(self._owner.ports[rail.local].port.device, address)
 
     def _local(self, rail: Rail) -> Lookup:
         return self._owner.local(self._owner.ports[rail.local].port.device)

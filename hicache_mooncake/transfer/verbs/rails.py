@@ -103,12 +103,10 @@ class Rail:
 
 
 class Rails:
-    """Of one link. Not thread-safe. `pairs` are (local port, remote port) by index; `near`, one a pair, multiplies its rate in
-    `choose`: above 0, and 1 for a device that is as near to the memory as any."""
+    """Of one link. Not thread-safe. `pairs` are (local port, remote port) by index."""
 
-    def __init__(self, pairs: Sequence[tuple[int, int]], near: Sequence[float] = (), rng: random.Random | None = None) -> None:
+    def __init__(self, pairs: Sequence[tuple[int, int]], rng: random.Random | None = None) -> None:
         self._now = 0.0
-        self._near = list(near) or [1.0] * len(pairs)
         self.all = [
             Rail(index, here, there, Backoff(FIRST_PAUSE_S, MOST_PAUSE_S, lambda: self._now, rng))
             for index, (here, there) in enumerate(pairs[:MAX_RAILS])
@@ -178,13 +176,16 @@ class Rails:
 
     # ------------------------------------------------------------------ load
 
-    def choose(self, usable: Callable[[Rail], bool], size: int) -> Rail | None:
+    def choose(
+        self, usable: Callable[[Rail], bool], size: int, near: Callable[[Rail], float] = lambda rail: 1.0
+    ) -> Rail | None:
         """The rail that would have moved `size` more bytes first, of those that are up, have room in their window and are
-        `usable`. So each carries in proportion to what it achieved."""
+        `usable`. So each carries in proportion to what it achieved. `near` multiplies its rate: above 0, and 1 for a device
+        that is as near to the memory as any."""
         known = max((rail.rate for rail in self.all), default=0.0) or 1.0
 
         def finish(rail: Rail) -> float:
-            rate = max(rail.rate or known, known * LEAST_SHARE) * self._near[rail.index]
+            rate = max(rail.rate or known, known * LEAST_SHARE) * near(rail)
             return (rail.in_flight + size) / rate
 
         open_ = [rail for rail in self.up if rail.in_flight < rail.window and usable(rail)]

@@ -93,6 +93,11 @@ class Cutter:
             self.left -= piece.length
         return taken
 
+    @property
+    def next_local(self) -> int:
+        """Where here the next bytes go to or come from, if any are left."""
+        return self._pieces[0].local
+
     def put_back(self, pieces: Iterable[Piece]) -> None:
         """They were taken and have not been moved: they come next."""
         again = list(merged(pieces))

@@ -45,9 +45,15 @@ class Traffic:
     memory here and at the peer by a rail's devices."""
 
     def __init__(
-        self, batches: Batches, rails: Rails, local: Callable[[Rail], Lookup], remote: Callable[[Rail], Lookup]
+        self,
+        batches: Batches,
+        rails: Rails,
+        local: Callable[[Rail], Lookup],
+        remote: Callable[[Rail], Lookup],
+        near: Callable[[Rail, int], float] = lambda rail, address: 1.0,
     ) -> None:
-        self._batches, self._rails, self._local, self._remote = batches, rails, local, remote
+        """`near`: of a rail and an address here, as in `Rails.choose`."""
+        self._batches, self._rails, self._local, self._remote, self._near = batches, rails, local, remote, near
         self.queues: dict[int, Queue] = {}
         """Of the rails that have a queue pair here, by number."""
         self.unfenced = ""
@@ -109,9 +115,12 @@ class Traffic:
         def room(rail: Rail) -> int:
             return self.queues[rail.index].room - len(plans.get(rail.index, ()))
 
+        def near(rail: Rail) -> float:
+            return self._near(rail, load.cutter.next_local)
+
         while load.cutter.left:
             size = min(self._rails.slice_bytes(load.turn.size), load.cutter.left)
-            rail = self._rails.choose(lambda rail: room(rail) > 0, size)
+            rail = self._rails.choose(lambda rail: room(rail) > 0, size, near)
             if rail is None:
                 return False
             most = room(rail)

@@ -14,12 +14,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from hicache_mooncake.transfer import gids
+from hicache_mooncake.transfer import gids, topology
 from hicache_mooncake.transfer.transport import Extents, Link, Transport, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs.api import Binding, BindingUnavailable, Device, DeviceInfo, VerbsError
 from hicache_mooncake.transfer.verbs.bindings import load_binding
 from hicache_mooncake.transfer.verbs.handshake import MAX_PORTS
 from hicache_mooncake.transfer.verbs.link import LocalPort, VerbsLink
+from hicache_mooncake.transfer.verbs.nearness import Nearness
 from hicache_mooncake.transfer.verbs.progress import Progress
 from hicache_mooncake.transfer.verbs.rails import Port
 from hicache_mooncake.transfer.verbs.registration import Part, Registration, register
@@ -36,8 +37,10 @@ class VerbsTransport(Transport):
 
     scheme: ClassVar[str] = "verbs"
 
-    def __init__(self, options: TransportOptions, binding: Binding | None = None) -> None:
-        """`binding`: not the one that the options name."""
+    def __init__(
+        self, options: TransportOptions, binding: Binding | None = None, host: topology.Topology | None = None
+    ) -> None:
+        """`binding`: not the one that the options name. `host`: another one than this."""
         self._options = options
         self._binding = binding or _load(options.verbs_binding)
         self.lock = threading.RLock()
@@ -47,6 +50,7 @@ class VerbsTransport(Transport):
         self._links: set[VerbsLink] = set()
         self._closed = False
         self._ports = self._open_ports()
+        self._nearness = Nearness([at.port.device for at in self._ports], host or topology.read())
         self.progress = Progress(f"verbs {next(_numbers)}", self._turn)
 
     @property
@@ -70,6 +74,7 @@ class VerbsTransport(Transport):
                 raise
             former = self._registrations.get(address)
             self._registrations[address] = made
+            self._nearness.registered(address, length)
         if former is not None:
             _let_go(former)
         return made.token
@@ -77,6 +82,7 @@ class VerbsTransport(Transport):
     def unregister(self, address: int) -> None:
         with self.lock:
             self.extents.remove(address)
+            self._nearness.forget(address)
             registration = self._registrations.pop(address, None)
         if registration is not None:
             _let_go(registration)
@@ -139,6 +145,9 @@ class VerbsTransport(Transport):
             return table.pieces(address, length)
 
         return find
+
+    def near(self, device: str, address: int) -> float:
+        return self._nearness.of(device, address)
 
     def forget(self, link: VerbsLink) -> None:
         self._links.discard(link)
