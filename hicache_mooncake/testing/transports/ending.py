@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hicache_mooncake.testing.transports.harness import End, Memory, ProcessPeer, TransportHarness, fails
+from hicache_mooncake.testing.transports.harness import End, Memory, ProcessPeer, TransportHarness, fails, same
 from hicache_mooncake.testing.transports.moving import each_op
 from hicache_mooncake.transfer.transport import Op, Pending, Piece, TransportError
 
@@ -50,7 +50,7 @@ class EndingTests(TransportHarness):
             Piece(mine.address, theirs.address, mine.length + 1),
         ):
             fails("bounds", lambda bad=bad: near.submit(op, [good, bad]))  # type: ignore[misc]
-        assert (mine.bytes(), theirs.bytes()) == before
+        same(mine.bytes() + theirs.bytes(), b"".join(before), "what was there before")
         near.move(op, [good])
 
     @each_op
@@ -72,7 +72,7 @@ class EndingTests(TransportHarness):
             near.move(op, [Piece(mine.address, theirs.address, 5000)])
 
         fails("bounds", use)
-        assert (mine.bytes(), theirs.bytes()) == before
+        same(mine.bytes() + theirs.bytes(), b"".join(before), "what was there before")
 
     @each_op
     def test_unregistered_memory_is_out_of_reach(self, op: Op) -> None:
@@ -85,7 +85,7 @@ class EndingTests(TransportHarness):
         theirs.fill(6)
         before = mine.bytes(), theirs.bytes()
         fails("bounds", lambda: near.move(op, pieces))
-        assert (mine.bytes(), theirs.bytes()) == before
+        same(mine.bytes() + theirs.bytes(), b"".join(before), "what was there before")
 
     def test_what_was_unregistered_here_is_refused_here(self) -> None:
         near, _, mine, theirs = self.sharing(1 << 16)
@@ -100,14 +100,14 @@ class EndingTests(TransportHarness):
             theirs.fill(seed)
             far.share(theirs, near)
             near.move("read", [Piece(mine.address, theirs.address, theirs.length)])
-            assert mine.bytes() == theirs.bytes()
+            same(mine.bytes(), theirs.bytes(), "what was moved")
 
     def test_registrations_that_overlap_are_refused(self) -> None:
         near, _, mine, theirs = self.sharing(1 << 16)
         with pytest.raises(TransportError):
             near.transport.register(mine.address + 4096, 4096)
         near.move("read", [Piece(mine.address, theirs.address, 4096)])
-        assert mine.bytes(0, 4096) == theirs.bytes(0, 4096)
+        same(mine.bytes(0, 4096), theirs.bytes(0, 4096), "what was moved")
 
     def test_nothing_lands_in_memory_that_was_unregistered_under_way(self) -> None:
         near, far, mine, theirs = self.sharing(_SIZE)
@@ -123,7 +123,7 @@ class EndingTests(TransportHarness):
         near, _, mine, theirs = self.sharing(1 << 20)
         before = mine.bytes(), theirs.bytes()
         fails("deadline", lambda: near.move(op, [Piece(mine.address, theirs.address, mine.length)], -1.0))
-        assert (mine.bytes(), theirs.bytes()) == before
+        same(mine.bytes() + theirs.bytes(), b"".join(before), "what was there before")
 
     @each_op
     def test_a_batch_ends_at_its_deadline(self, op: Op) -> None:
@@ -158,7 +158,7 @@ class EndingTests(TransportHarness):
         assert batch.done
         batch.cancel()
         batch.wait()
-        assert mine.bytes() == theirs.bytes()
+        same(mine.bytes(), theirs.bytes(), "what was moved")
 
     def test_a_thread_that_waits_learns_of_a_cancel(self) -> None:
         near, _, mine, theirs = self.sharing(_SIZE)
@@ -229,7 +229,7 @@ class EndingTests(TransportHarness):
         other, _ = self.pair(near=near.transport)
         other.link.close()
         near.move("read", [Piece(mine.address, theirs.address, 5000)])
-        assert mine.bytes(0, 5000) == theirs.bytes(0, 5000)
+        same(mine.bytes(0, 5000), theirs.bytes(0, 5000), "what was moved")
 
     def test_a_transport_that_is_closed_closes_its_links(self) -> None:
         near, _, mine, theirs = self.sharing(_SIZE)
@@ -282,15 +282,15 @@ class EndingTests(TransportHarness):
         mine = self.memory(1 << 20).fill(1)
         peer.share(mine)
         peer.near.move("read", [Piece(mine.address, peer.remote, 1 << 19)])
-        assert mine.bytes(0, 1 << 19) == peer.memory.bytes(0, 1 << 19)
+        same(mine.bytes(0, 1 << 19), peer.memory.bytes(0, 1 << 19), "what was moved")
         peer.near.move("write", [Piece(mine.address + (1 << 19), peer.remote + 1, 5000)])
-        assert peer.memory.bytes(1, 5000) == mine.bytes(1 << 19, 5000)
+        same(peer.memory.bytes(1, 5000), mine.bytes(1 << 19, 5000), "what was moved")
         peer.memory.fill(8)
         assert peer.ask(do="move", op="write", seconds=self.patience_s, pieces=[[3, mine.address + 7, 100_000]]) == {}
-        assert mine.bytes(7, 100_000) == peer.memory.bytes(3, 100_000)
+        same(mine.bytes(7, 100_000), peer.memory.bytes(3, 100_000), "what was moved")
         mine.fill(9)
         assert peer.ask(do="move", op="read", seconds=self.patience_s, pieces=[[3, mine.address + 7, 100_000]]) == {}
-        assert mine.bytes(7, 100_000) == peer.memory.bytes(3, 100_000)
+        same(mine.bytes(7, 100_000), peer.memory.bytes(3, 100_000), "what was moved")
 
     def test_a_peer_that_stops_costs_no_more_than_the_deadline(self) -> None:
         peer, mine, endless = self._reading()
@@ -326,7 +326,7 @@ class EndingTests(TransportHarness):
         self.wait_until(lambda: not peer.near.link.alive, "the link ends")
         again = self.process_peer(_SIZE, near=peer.near.transport)
         again.near.move("read", [Piece(mine.address, again.remote, _SIZE)])
-        assert mine.bytes() == again.memory.bytes()
+        same(mine.bytes(), again.memory.bytes(), "what was moved")
 
     def test_a_peer_that_dies_while_it_writes(self) -> None:
         peer, mine = self._writing()

@@ -46,6 +46,20 @@ def pattern(seed: int, length: int) -> bytes:
     return (block * (length // len(block) + 1))[:length] if length else b""
 
 
+def same(actual: bytes, expected: bytes, what: str) -> None:
+    """An assertion that says where they differ, without printing megabytes."""
+    if actual == expected:
+        return
+    first, last = 0, min(len(actual), len(expected))  # the first byte that differs lies in between
+    while last - first > 1:
+        middle = (first + last) // 2
+        if actual[first:middle] == expected[first:middle]:
+            first = middle
+        else:
+            last = middle
+    raise AssertionError(f"{what}: byte {first} is wrong, of {len(actual)} where {len(expected)} were expected")
+
+
 class Memory:
     """A stretch of a memfd, mapped here."""
 
@@ -318,7 +332,7 @@ class TransportHarness:
         end = time.monotonic() + self.settle_s
         while True:
             last = time.monotonic() > end
-            assert memory.bytes() == expected, f"bytes landed after {what}"
+            same(memory.bytes(), expected, f"bytes landed after {what}")
             if last:
                 return
             time.sleep(0.02)

@@ -18,6 +18,7 @@ from hicache_mooncake.testing.transports.harness import (
     descriptors,
     fails,
     pattern,
+    same,
 )
 from hicache_mooncake.transfer.transport import Op, Piece, TransportOptions
 
@@ -60,8 +61,8 @@ class MovingTests(TransportHarness):
     def _check(self, near: End, op: Op, pieces: list[Piece], mine: Memory, theirs: Memory) -> None:
         expected = _expected(op, pieces, mine, theirs)
         near.move(op, pieces)
-        assert mine.bytes() == expected[0], f"{op}: wrong bytes on the side that asked"
-        assert theirs.bytes() == expected[1], f"{op}: wrong bytes on the other side"
+        same(mine.bytes(), expected[0], f"{op}: wrong bytes on the side that asked")
+        same(theirs.bytes(), expected[1], f"{op}: wrong bytes on the other side")
 
     @each_op
     @pytest.mark.parametrize("shared", [True, False], ids=["memfd", "plain"])
@@ -123,8 +124,8 @@ class MovingTests(TransportHarness):
         pieces.append(Piece(mine.address + size, theirs.address + size, 3))
         expected = (theirs if op == "read" else mine).bytes()
         near.move(op, pieces)
-        assert mine.bytes() == expected
-        assert theirs.bytes() == expected
+        same(mine.bytes(), expected, "what was moved")
+        same(theirs.bytes(), expected, "what was moved")
 
     def test_random_batches_do_what_copying_would(self) -> None:
         size = 1 << 16
@@ -169,8 +170,8 @@ class MovingTests(TransportHarness):
         ]
         for batch in pending:
             batch.wait()
-        assert mine.bytes() == before[1][:size] + before[0][size : 3 * size] + before[1][3 * size :]
-        assert theirs.bytes() == before[1][:size] + before[0][size : 3 * size] + before[1][3 * size :]
+        same(mine.bytes(), before[1][:size] + before[0][size : 3 * size] + before[1][3 * size :], "what was moved")
+        same(theirs.bytes(), before[1][:size] + before[0][size : 3 * size] + before[1][3 * size :], "what was moved")
 
     def test_reads_and_writes_of_several_threads(self) -> None:
         size, rounds = 300_007, 12
@@ -196,8 +197,8 @@ class MovingTests(TransportHarness):
         for slot in range(8):
             winner = start[1] if slot % 4 in (0, 3) else start[0]
             at = slot * size
-            assert mine.bytes(at, size) == winner[at : at + size], f"slot {slot}"
-            assert theirs.bytes(at, size) == winner[at : at + size], f"slot {slot}"
+            same(mine.bytes(at, size), winner[at : at + size], f"slot {slot}")
+            same(theirs.bytes(at, size), winner[at : at + size], f"slot {slot}")
 
     def test_eight_peers_at_once(self) -> None:
         size, near = 500_009, self.transport()
@@ -221,8 +222,8 @@ class MovingTests(TransportHarness):
         whole = pattern(1, mine.length)
         for number, theirs in enumerate(others):
             at = 2 * number * size
-            assert mine.bytes(at, size) == pattern(10 + number, 2 * size)[:size], f"peer {number}"
-            assert theirs.bytes(size) == whole[at + size : at + 2 * size], f"peer {number}"
+            same(mine.bytes(at, size), pattern(10 + number, 2 * size)[:size], f"peer {number}")
+            same(theirs.bytes(size), whole[at + size : at + 2 * size], f"peer {number}")
 
     @each_op
     def test_a_small_batch_does_not_wait_for_a_huge_one(self, op: Op) -> None:
@@ -327,7 +328,7 @@ class MovingTests(TransportHarness):
             near.move("write", [Piece(mine.address + i, theirs.address + i, 1 << 18) for i in range(0, 1 << 20, 1 << 18)])
             near.notify(b"%d" % number)
             assert self._notices(far, 1) == [b"%d" % number]
-            assert theirs.bytes() == mine.bytes()
+            same(theirs.bytes(), mine.bytes(), "what was moved")
 
     def test_whoever_is_told_too_much_without_looking_loses_the_link(self) -> None:
         """Else a peer fills this process's memory. 80 MB are too much, and 20,000."""
