@@ -122,6 +122,8 @@ class Locate(Message):
     """What is left of the asker's time: a master that does not answer may take half of it, and no more."""
     here_only: bool = False
     """A mover of a neighbour's asks: only what lies in this node's segment counts, and no master is asked."""
+    links: bool = False
+    """The asker knows of links, and sends Landed."""
 
 
 MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT = 0, 1, 2, 3, 4, 5

@@ -91,6 +91,8 @@ def test_who_knows_no_links_is_left_alone_for_long_but_its_next_life_is_asked() 
     book.down(1, 0.0, "an older release", at_least_s=UNKNOWN_S)
     assert not book.want(peer("a"), 2, UNKNOWN_S * 0.75)
     assert book.want(peer("a", NEXT_LIFE), 3, 1.0)
+    book.down(3, 1.0, "not up yet")
+    assert not book.want(peer("a"), 4, 2.0), "whichever life a master names"
     assert UNKNOWN_S <= RETRY_MAX_S
 
 

@@ -100,6 +100,9 @@ def test_without_links_there_is_no_transport(pair: MakePair) -> None:
 
 
 def hand_over(linked: Linked) -> None:
+    with linked.a.lock:
+        linked.a.core.draining = True  # from here on it asks who has room
+    wait_until(lambda: linked.a.room(), LONG_S, "a master says who has room")
     linked.a.drain(lambda: False)
 
 

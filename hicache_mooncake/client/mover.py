@@ -180,7 +180,7 @@ class Mover:
         job = batch.job
         hashes = job.hashes if len(pages) == batch.count else p.select_hashes(job.hashes, pages)
         left = max(0.0, deadline - time.monotonic() - wait_s)
-        return p.Locate(job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s, job.touch, left)
+        return p.Locate(job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s, job.touch, left, links=True)
 
     def _load_located(
         self,

@@ -46,7 +46,6 @@ class Entry:
 
 @dataclass(slots=True)
 class _Peer:
-    incarnation: bytes
     retry: Backoff
     why: str = ""
     """The last link's end, or why none could be made."""
@@ -69,8 +68,8 @@ class LinkBook:
         self._now = 0.0
         self._links: dict[int, Entry] = {}
         self._by_node: dict[str, list[Entry]] = {}
-        self._peers: dict[str, _Peer] = {}
-        """By node, longest unused first."""
+        self._peers: dict[tuple[str, bytes], _Peer] = {}
+        """By node and its life, longest unused first. Masters may for a while name both of two lives."""
 
     def __contains__(self, link_id: int) -> bool:
         return link_id in self._links
@@ -179,8 +178,9 @@ class LinkBook:
 
     def views(self, limit: int) -> list[PeerView]:
         """Of at most so many nodes, those with links first."""
+        latest = {node: peer for (node, _), peer in self._peers.items()}
         views: list[PeerView] = []
-        for node, peer in self._peers.items():
+        for node, peer in latest.items():
             states = {entry.state for entry in self._of(node)}
             state = next((state for state in (State.UP, State.MAKING) if state in states), State.DOWN)
             views.append(PeerView(node, state.value, "" if state is State.UP else peer.why))
@@ -206,11 +206,12 @@ class LinkBook:
         return self._by_node.get(node, [])
 
     def _peer(self, node: str, incarnation: bytes) -> _Peer:
-        """What is known of a node. Of a new life nothing is held against it."""
-        peer = self._peers.pop(node, None)
-        if peer is None or peer.incarnation != incarnation:
-            peer = _Peer(incarnation, Backoff(RETRY_FIRST_S, RETRY_MAX_S, lambda: self._now, self._rng))
-        self._peers[node] = peer
+        """What is known of this life of a node. Nothing is held against a new one."""
+        life = (node, incarnation)
+        peer = self._peers.pop(life, None)
+        if peer is None:
+            peer = _Peer(Backoff(RETRY_FIRST_S, RETRY_MAX_S, lambda: self._now, self._rng))
+        self._peers[life] = peer
         if len(self._peers) > _MAX_PEERS:
             del self._peers[next(iter(self._peers))]
         return peer

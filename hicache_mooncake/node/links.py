@@ -88,9 +88,9 @@ class Links:
         settings = node.settings
         self._node = node
         self._scheme = {"auto": "verbs", "tcp": ""}.get(settings.transport, settings.transport)
+        """Of the links' transport; empty: there are no links."""
         if settings.tls_cert:
             self._scheme = ""
-        """Of the links' transport; empty: there are no links."""
         self._forced = settings.transport not in ("auto", "tcp")
         self._options = TransportOptions(
             devices=settings.rdma_devices,
@@ -373,7 +373,7 @@ class Links:
 
     def land(self, owner: int, asked: p.Locate, located: p.Located) -> p.Located:
         """Say over which links pages of this answer may come, and where to. They are the owner's until `landed`."""
-        if self._transport is None or asked.here_only or not located.peers:
+        if self._transport is None or not asked.links or not located.peers:
             return located
         pages: dict[int, list[int]] = {}
         claims: dict[int, list[tuple[int, int]]] = {}
