@@ -201,11 +201,12 @@ class DataServer:
         with node.lock:
             served = node.core.fetch(owner, fetch, time.monotonic())
             self._sending += 1
-        sent = 0
+        sent, linked = 0, False
         try:
             reply = self._send_over_link(fetch, served) if fetch.link else served.reply
             tcp.send_message(sock, reply)
-            if not reply.linked:
+            linked = reply.linked
+            if not linked:
                 segment = node.segment.view
                 tcp.send_bodies(sock, [segment[at : at + fetch.length] for at in served.offsets], deadline)
             sent = len(served.offsets)
@@ -214,6 +215,8 @@ class DataServer:
                 node.core.fetched(owner, served, sent)
                 self._sending -= 1
                 self._sent_at = time.monotonic()
+        if linked:
+            return  # it is counted where links are
         with self._lock:
             self.sent_pages += sent
             self.sent_bytes += sent * fetch.length
