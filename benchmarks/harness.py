@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -48,6 +48,24 @@ class Row:
     @property
     def ratio(self) -> float:
         return self.ceiling / self.ours if self.lower_is_better else self.ours / self.ceiling
+
+    @property
+    def missed(self) -> bool:
+        return self.target is not None and self.ratio < self.target
+
+
+@dataclasses.dataclass
+class Bench:
+    """How a section is to measure. `mooncake`: the Python that has the Mooncake store, or ""."""
+
+    progress: Progress
+    rounds: int
+    mooncake: str = ""
+
+    def interleave(
+        self, contenders: Mapping[str, Callable[[int], float]], what: str, rounds: int | None = None
+    ) -> dict[str, list[float]]:
+        return interleave(contenders, self.rounds if rounds is None else rounds, self.progress, what)
 
 
 def interleave(
@@ -103,8 +121,11 @@ def memcpy_rate(source: Memory, target: Memory, page: int, count: int) -> float:
 
 
 @contextlib.contextmanager
-def pool(nodes: int = 1, dram: int = 1 << 30) -> Iterator[list[Settings]]:
-    """Real store nodes in processes of their own, with a master when there is more than one; settings for ranks of each."""
+def pool(
+    nodes: int = 1, dram: int = 1 << 30, *, one_host: bool = False, extra: Sequence[str] = (), **rank: object
+) -> Iterator[list[Settings]]:
+    """Real store nodes in processes of their own, as hosts of their own unless `one_host`, with a master when there is more
+    than one; settings for ranks of each. `extra` arguments are for the nodes, `rank` settings for the ranks."""
     processes: list[subprocess.Popen[bytes]] = []
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "master")])}
     command = [sys.executable, "-m", "hicache_mooncake.cli"]
@@ -119,16 +140,17 @@ def pool(nodes: int = 1, dram: int = 1 << 30) -> Iterator[list[Settings]]:
             settings = []
             for number in range(nodes):
                 path = f"{folder}/{number}.sock"
-                arguments = ["node", "--socket", path, "--dram", str(dram), "--name", f"bench-{number}", *masters]
-                arguments += ["--host-id", f"bench-{number}"]  # as two hosts
+                host = "bench" if one_host else f"bench-{number}"
+                arguments = ["node", "--socket", path, "--dram", str(dram), "--name", f"bench-{number}", "--host-id", host]
+                arguments += [*masters, *extra]
                 processes.append(subprocess.Popen([*command, *arguments], env=env, stderr=subprocess.DEVNULL))
                 deadline = time.monotonic() + 30
                 while not node_answers(path):
                     if time.monotonic() > deadline or processes[-1].poll() is not None:
                         raise RuntimeError("the benchmark's store node did not start: run `hicache-mooncake doctor`")
                     time.sleep(0.05)
-                settings.append(load_settings({}, {}, {"socket": path, "node": "external", "deadline_s": 7.0})[0])
-            time.sleep(dram / (1 << 30))  # its memory is faulted in behind the first answers
+                settings.append(load_settings({}, {}, {"socket": path, "node": "external", "deadline_s": 7.0} | rank)[0])
+            time.sleep(nodes * dram / (1 << 30))  # its memory is faulted in behind the first answers
             yield settings
         finally:
             for process in processes:
@@ -142,16 +164,42 @@ def report(rows: list[Row], title: str) -> None:
     for column in ("what", "ours", "ceiling", "ratio", "target", "± (quartiles)"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for row in rows:
-        good = row.target is None or row.ratio >= row.target
         table.add_row(
             row.what,
             f"{row.ours:.3g} {row.unit}",
             f"{row.ceiling:.3g} {row.ceiling_name}",
-            f"[{'green' if good else 'red'}]{row.ratio:.2f}",
+            f"[{'red' if row.missed else 'green'}]{row.ratio:.2f}",
             "" if row.target is None else f"{row.target:g}",
             f"{row.spread * 100:.0f} %",
         )
-    Console(width=max(110, Console().width)).print(table)
+    Console(width=max(132, Console().width)).print(table)
+
+
+_BEGIN, _END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
+
+
+def write_table(rows: list[Row], title: str) -> Path:
+    """The table of docs/performance.md, between its markers, anew."""
+    path = ROOT / "docs" / "performance.md"
+    before, _, rest = path.read_text().partition(_BEGIN)
+    _, marker, after = rest.partition(_END)
+    if not marker:
+        raise RuntimeError(f"{path} has no place for the table: {_BEGIN} and {_END}")
+    machine = (
+        f"{os.cpu_count()} cores ({cpu_name()}), kernel {platform.release()}, Python {platform.python_version()}; {title}:"
+    )
+    lines = [_BEGIN, machine, "", "| what | ours | ceiling | ratio | promised |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        ratio = f"**{row.ratio:.2f}**" if row.missed else f"{row.ratio:.2f}"
+        target = "" if row.target is None else f"{row.target:g}"
+        lines.append(f"| {row.what} | {row.ours:.3g} {row.unit} | {row.ceiling:.3g} {row.ceiling_name} | {ratio} | {target} |")
+    path.write_text(before + "\n".join([*lines, _END]) + after)
+    return path
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def save(rows: list[Row], name: str) -> Path:
@@ -162,14 +210,17 @@ def save(rows: list[Row], name: str) -> Path:
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
         return ""
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
     record = {
         "benchmark": name,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": output("git", "rev-parse", "HEAD"),
         "dirty": bool(output("git", "status", "--porcelain")),
-        "machine": {"cpu": cpu, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()},
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+        },
         "rows": [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows],
     }
     folder = ROOT / "benchmarks" / "results"
