@@ -163,6 +163,11 @@ class VerbsLink(Link):
                 for rail in self._rails.all
             ]
 
+    def validate(self) -> None:
+        """What always holds, for tests; under the lock."""
+        self._rails.validate()
+        self._traffic.validate()
+
     def _check_alive(self) -> None:
         error = self._error
         if error is not None:
