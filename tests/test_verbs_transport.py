@@ -439,7 +439,7 @@ def test_a_channel_that_breaks_ends_the_link_on_both_sides(fabric: FakeFabric) -
     batch = made.write()
     until(lambda: made.left.card.held)
     assert isinstance(made.right.link, VerbsLink)
-    made.right.link._channel.shutdown(socket.SHUT_RDWR)
+    made.right.link._channel._sock.shutdown(socket.SHUT_RDWR)
     assert reason_of(batch) == "peer"
     until(lambda: not made.left.link.alive and not made.right.link.alive)
     until(lambda: not fabric.qps)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import select
 import socket
 import threading
 import time
@@ -18,7 +16,8 @@ from hicache_mooncake.transfer.batches import Batches, Inbox, check_pieces
 from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Extents, Link, Op, Pending, Piece, TransportError
 from hicache_mooncake.transfer.verbs import handshake
 from hicache_mooncake.transfer.verbs.api import Device, Status, VerbsError
-from hicache_mooncake.transfer.verbs.handshake import Frames, check_rail, remote_qp, short
+from hicache_mooncake.transfer.verbs.channel import Channel
+from hicache_mooncake.transfer.verbs.handshake import check_rail, remote_qp, short
 from hicache_mooncake.transfer.verbs.progress import Progress
 from hicache_mooncake.transfer.verbs.rails import ANSWER_S, Loss, Port, Rail, Rails, State, pairs
 from hicache_mooncake.transfer.verbs.registration import Part, Table, parse_token
@@ -37,9 +36,6 @@ LOOK_S = 1.0
 """How often batches that nobody waits for are looked at."""
 MAX_UNSENT = 1 << 20
 """Bytes for the channel that the peer has not taken; who has more to tell waits."""
-_READ = 64 << 10
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3), (socket.TCP_USER_TIMEOUT, 30_000))
-"""A peer whose host is gone is noticed without traffic."""
 
 
 @dataclass(slots=True)
@@ -79,7 +75,7 @@ class VerbsLink(Link):
     def __init__(self, owner: Owner, channel: socket.socket, *, connected: bool, max_in_flight: int) -> None:
         """Owns the channel. `connected`: this is the side that connected."""
         self._owner = owner
-        self._channel = channel
+        self._channel = Channel(channel, owner.progress, self._on_channel)
         self._connected = connected
         self._lock = owner.lock
         self._changed = threading.Condition(owner.lock)
@@ -87,8 +83,6 @@ class VerbsLink(Link):
         self._inbox = Inbox()
         self._remote = Extents()
         self._tables: dict[int, dict[str, Table]] = {}
-        self._frames = Frames()
-        self._unsent = bytearray()
         self._theirs: list[Port] = []
         self._rails = Rails([])
         self._traffic = Traffic(self._batches, self._rails, self._local, self._there, self._near)
@@ -97,7 +91,7 @@ class VerbsLink(Link):
         self._error: TransportError | None = None
         self._hurried = False
         self._look_at = 0.0
-        self.name = _name(channel)
+        self.name = self._channel.peer
 
     # ------------------------------------------------------------------ the contract
 
@@ -120,10 +114,10 @@ class VerbsLink(Link):
         if len(message) > MAX_NOTICE_BYTES:
             raise TransportError("bounds", f"a notice of {len(message)} bytes: the limit is {MAX_NOTICE_BYTES}")
         with self._lock:
-            while self._error is None and len(self._unsent) > MAX_UNSENT:
+            while self._error is None and self._channel.unsent > MAX_UNSENT:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
-                    raise TransportError("deadline", f"the peer has not taken {len(self._unsent)} bytes of notices")
+                    raise TransportError("deadline", f"the peer has not taken {self._channel.unsent} bytes of notices")
             self._check_alive()
             self._say(handshake.Notice(message))
             self._check_alive()
@@ -137,9 +131,7 @@ class VerbsLink(Link):
 
     def close(self) -> None:
         with self._lock:
-            if self._error is None:
-                self._say_last(handshake.Bye())
-            self._die(TransportError("closed", "this end has closed the link"))
+            self._die(TransportError("closed", "this end has closed the link"), handshake.Bye())
             if self._traffic.unfenced:
                 raise TransportError(
                     "device",
@@ -180,14 +172,7 @@ class VerbsLink(Link):
     def begin(self, deadline: float) -> None:
         """The handshake. Raises TransportError, and the link is over then."""
         with self._lock:
-            self._channel.setblocking(False)
-            if self._channel.family in (socket.AF_INET, socket.AF_INET6):
-                with contextlib.suppress(OSError):
-                    self._channel.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                    for option, value in _KEEPALIVE:
-                        self._channel.setsockopt(socket.IPPROTO_TCP, option, value)
-            self._owner.progress.watch(self._channel.fileno(), self._on_channel)
+            self._channel.open()
             if self._connected:
                 self._say(handshake.announce([port.port for port in self._owner.ports]))
             while self._error is None and not self._open:
@@ -227,60 +212,29 @@ class VerbsLink(Link):
 
     def _say(self, message: handshake.Control) -> None:
         if self._error is None:
-            self._unsent += handshake.frame(message)
-            self._flush()
-
-    def _flush(self) -> None:
-        waited = len(self._unsent)
-        try:
-            while self._unsent:
-                del self._unsent[: self._channel.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._die(TransportError("peer", f"the channel to {self.name} is broken: {error}"))
-            return
-        if self._unsent:
-            self._owner.progress.watch(self._channel.fileno(), self._on_channel, select.EPOLLIN | select.EPOLLOUT)
-        elif waited:
-            self._owner.progress.watch(self._channel.fileno(), self._on_channel)
-        self._changed.notify_all()
+            try:
+                self._channel.say(message)
+            except TransportError as error:
+                self._die(error)
 
     def _on_channel(self, _events: int) -> None:
         with self._lock:
             if self._error is not None:
                 return
             try:
-                if self._unsent:
-                    self._flush()
-                self._hear()
+                if self._channel.unsent:
+                    self._channel.flush()
+                    self._changed.notify_all()
+                for message in self._channel.hear():
+                    self._heard(message)
+                    if self._error is not None:
+                        return
                 self._advance()
             except TransportError as error:
                 self._fail(error)
 
     def _fail(self, error: TransportError) -> None:
-        if not self._open:
-            self._say_last(handshake.Refusal(short(str(error))))
-        self._die(error)
-
-    def _say_last(self, message: handshake.Control) -> None:
-        """If the peer takes it: the channel may be broken, and is closed after it in any case."""
-        self._unsent += handshake.frame(message)
-        with contextlib.suppress(OSError):
-            self._channel.send(self._unsent)
-
-    def _hear(self) -> None:
-        try:
-            data = self._channel.recv(_READ)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise TransportError("peer", f"the channel to {self.name} is broken: {error}") from error
-        if not data:
-            raise TransportError("peer", f"{self.name} has closed the channel")
-        for message in self._frames.feed(data):
-            if self._error is None:
-                self._heard(message)
+        self._die(error, None if self._open else handshake.Refusal(short(str(error))))
 
     def _heard(self, message: handshake.Control) -> None:
         match message:
@@ -504,8 +458,8 @@ class VerbsLink(Link):
 
     # ------------------------------------------------------------------ the end
 
-    def _die(self, error: TransportError) -> None:
-        """The fence of all there is. Batches end with `error`."""
+    def _die(self, error: TransportError, last: handshake.Control | None = None) -> None:
+        """The fence of all there is. Batches end with `error`; `last` is what the peer is told."""
         if self._error is not None:
             return
         self._error = error
@@ -513,18 +467,8 @@ class VerbsLink(Link):
         for queue in self._traffic.queues.values():
             self._owner.progress.unwatch(queue.cq.fileno())
         self._traffic.close()
-        self._owner.progress.unwatch(self._channel.fileno())
-        self._channel.close()
+        self._channel.end(last)
         if error.reason != "closed":
             quietly(logging.INFO, f"link {self.name}", f"verbs link to {self.name} is over: {error}")
         self._owner.forget(self)
         self._changed.notify_all()
-
-
-def _name(channel: socket.socket) -> str:
-    """Of the peer, for messages."""
-    try:
-        name = channel.getpeername()
-    except OSError:
-        return "the peer"
-    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a process of this host"
