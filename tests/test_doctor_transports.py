@@ -14,9 +14,11 @@ from hicache_mooncake import protocol
 from hicache_mooncake.cli import doctor_transports as d
 from hicache_mooncake.cli.checks import Check
 from hicache_mooncake.config import Settings, load_settings
+from hicache_mooncake.testing.fake_verbs import FakeFabric
 from hicache_mooncake.transfer import topology
 from hicache_mooncake.transfer.transport import Transport, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs.api import Binding, BindingUnavailable, Device, DeviceInfo, Gid, PortInfo
+from hicache_mooncake.transfer.verbs.transport import VerbsTransport
 from tests import sysfs_trees
 from tests.certificates import Authority, needs_openssl
 from tests.test_cli import HEALTHY, run, scripted_node
@@ -216,6 +218,24 @@ def test_one_line_says_which_transport_is_used_and_why(settings: Settings) -> No
     status, text = line(ready, rdma_devices=("mlx5_0",), gid_index=3, verbs_binding="ibverbs")
     assert (status, text) == ("ok", "verbs with nodes that have it too (mlx5_0:1 gid 3 ::ffff:10.0.0.1), else tcp")
     assert asked == [TransportOptions(devices=("mlx5_0",), gid_index=3, verbs_binding="ibverbs")]
+
+
+def test_the_line_comes_from_the_transport_that_a_node_would_open(settings: Settings) -> None:
+    with FakeFabric() as fabric:
+        host = fabric.host("a", ("mlx5_0", "mlx5_1"))
+        host.cards["mlx5_1"].port_state(1, "DOWN")
+
+        def open_(scheme: str, options: TransportOptions) -> Transport:
+            return VerbsTransport(options, host.binding())
+
+        check = d.verdict(settings, open_)
+        assert check.status == "ok"
+        assert check.found.startswith("verbs with nodes that have it too (mlx5_0:1 gid ")
+        check = d.verdict(replace(settings, transport="verbs", rdma_devices=("mlx5_1",)), open_)
+        assert check.status == "fail"
+        assert "mlx5_1 port 1 is DOWN, not ACTIVE. GID table: " in check.found
+        checks = named(d.examine(settings, "/nowhere", lambda choice: host.binding(), open_))
+        assert (checks["RDMA mlx5_0"].status, checks["RDMA mlx5_1"].status) == ("ok", "warn")
 
 
 def with_links(**facts: int | str) -> dict[type, protocol.Message]:
