@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hicache_mooncake.transfer.transport import Extents, Op, Pending, Piece, TransportError
@@ -279,6 +279,25 @@ def check_pieces(pieces: Sequence[Piece], local: Extents, remote: Extents) -> No
             if length and not (start <= address and address + length <= end):
                 start, size, _ = extents.find(address, length)
                 end = start + size
+
+
+def runs(places: Iterable[tuple[int, int]], extents: Extents) -> Iterator[tuple[int, int, bytes]]:
+    """(address, length, token) of each (address, length); those that follow each other within a stretch are one. Raises
+    TransportError, `bounds`."""
+    start = end = first = last = 0
+    token = b""
+    for address, length in places:
+        if address == last and address + length <= end:
+            last += length
+            continue
+        if last > first:
+            yield first, last - first, token
+        if not (start <= address and address + length <= end):
+            start, size, token = extents.find(address, length)
+            end = start + size
+        first, last = address, address + length
+    if last > first:
+        yield first, last - first, token
 
 
 class Inbox:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hicache_mooncake.transfer.batches import TURN_BYTES, TURN_PIECES, Fenced, Turn
+from hicache_mooncake.transfer.batches import TURN_BYTES, TURN_PIECES, Fenced, Turn, runs
 from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Op, TransportError
 
 if TYPE_CHECKING:
@@ -132,6 +132,7 @@ class Lane:
         self._answers: deque[_Answer] = deque()
         self._answers_turn = False
         self._out = _Outgoing()
+        self._blocked = False
         self._header = bytearray(_HEADER.size)
         self._into: Views = [memoryview(self._header)]
         self._then: Callable[[], None] = self._parse
@@ -167,6 +168,7 @@ class Lane:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._wakes, select.POLLIN)
+        poll.register(self._sock, select.POLLIN)
         try:
             while not self._link.ended:
                 moved = self._receive()
@@ -180,14 +182,16 @@ class Lane:
 
     def _sleep(self, poll: select.poll) -> None:
         blocked = bool(self._out.views)
-        poll.register(self._sock, select.POLLIN | (select.POLLOUT if blocked else 0))
+        if blocked != self._blocked:
+            poll.modify(self._sock, select.POLLIN | (select.POLLOUT if blocked else 0))
+            self._blocked = blocked
         self.idle = not blocked
         # Whoever adds work after this look sees `idle`, and wakes.
         if not self._link.ended and (blocked or not self._can_begin()):
-            poll.poll()
+            for file, _ in poll.poll():
+                if file == self._wakes:
+                    os.eventfd_read(file)
         self.idle = False
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakes)
 
     def _leave(self) -> None:
         """The fence of this lane: it touches no memory from here on, and says so to whoever waits."""
@@ -314,7 +318,7 @@ class Lane:
 
         if turn.batch.hold():
             try:
-                views = [self._link.transport.view(piece.local, piece.length) for piece in turn.pieces]
+                views = self._link.transport.views(turn.pieces)
             except TransportError as error:
                 turn.batch.release()
                 self._batches.lost(turn, error)
@@ -440,7 +444,7 @@ class Lane:
                 self._batches.lost(turn)
                 continue
             try:
-                views = [self._link.transport.view(piece.local, piece.length) for piece in turn.pieces]
+                views = self._link.transport.views(turn.pieces)
             except TransportError as error:
                 turn.batch.release()
                 self._batches.lost(turn, error)
@@ -457,22 +461,16 @@ class Lane:
 
     def _ask(self, kind: int, turn: Turn) -> bytes | None:
         """The message that begins a turn, which is under way from now on."""
-        rows = bytearray()
-        start = end = 0
-        token = b""
+        places = ((piece.remote, piece.length) for piece in turn.pieces)
         try:
-            for _, address, length in turn.pieces:
-                if not (start <= address and address + length <= end):
-                    start, size, token = self._link.remote.find(address, length)
-                    end = start + size
-                rows += _ROW.pack(address, length, token)
+            rows = [_ROW.pack(*run) for run in runs(places, self._link.remote)]
         except TransportError as error:
             self._batches.lost(turn, error)
             return None
         self._number += 1
         self._turns[self._number] = turn
         body = turn.size if kind == _WRITE else 0
-        return _HEADER.pack(kind, len(turn.pieces), self._number, body) + rows
+        return _HEADER.pack(kind, len(rows), self._number, body) + b"".join(rows)
 
     def _send_zeros(self) -> None:
         """In place of the rest of a body whose batch has ended: its memory may be another's by now."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from hicache_mooncake.transfer.batches import TURN_BYTES, Batches, Inbox, check_pieces
+from hicache_mooncake.transfer.batches import TURN_BYTES, Batches, Inbox, check_pieces, runs
 from hicache_mooncake.transfer.tcp_lane import TOKEN_BYTES, Broken, Lane, Note, Region
 from hicache_mooncake.transfer.transport import (
     MAX_NOTICE_BYTES,
@@ -107,12 +107,15 @@ class TcpTransport(Transport):
     def find(self, token: bytes) -> Region | None:
         return self._regions.get(token)
 
-    def view(self, address: int, length: int) -> memoryview:
-        """Of this process's registered memory. Raises TransportError."""
-        region = self._regions.get(self._extents.find(address, length)[2])
-        if region is None:
-            raise TransportError("bounds", f"{length} bytes at {address:#x} are not registered any more")
-        return region.part(address, length)
+    def views(self, pieces: Sequence[Piece]) -> list[memoryview]:
+        """Where they lie in this process's registered memory. Raises TransportError."""
+        views = []
+        for address, length, token in runs(((piece.local, piece.length) for piece in pieces), self._extents):
+            region = self.find(token)
+            if region is None:
+                raise TransportError("bounds", f"{length} bytes at {address:#x} are not registered any more")
+            views.append(region.part(address, length))
+        return views
 
     @property
     def extents(self) -> Extents:
