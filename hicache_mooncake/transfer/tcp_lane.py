@@ -118,7 +118,7 @@ class Lane:
     def __init__(self, link: TcpLink, sock: socket.socket, number: int) -> None:
         self._link, self._sock = link, sock
         self.idle = False
-        """It sleeps, and can send at once."""
+        """It sleeps, and would begin any turn at once."""
         self.living = True
         self.notes: deque[Note] = deque()
         self.sending: list[Region] = []
@@ -185,7 +185,7 @@ class Lane:
         if blocked != self._blocked:
             poll.modify(self._sock, select.POLLIN | (select.POLLOUT if blocked else 0))
             self._blocked = blocked
-        self.idle = not blocked
+        self.idle = not blocked and self._may_read() and self._may_write()
         # Whoever adds work after this look sees `idle`, and wakes.
         if not self._link.ended and (blocked or not self._can_begin()):
             for file, _ in poll.poll():
@@ -375,11 +375,14 @@ class Lane:
             or self._answers
             or self.notes
             or (self._batches.ready("read") and self._may_read())
-            or (self._batches.ready("write") and self._writes < _LANE_TURNS)
+            or (self._batches.ready("write") and self._may_write())
         )
 
     def _may_read(self) -> bool:
         return self._reading < _LANE_WINDOW and len(self._turns) - self._writes < _LANE_TURNS
+
+    def _may_write(self) -> bool:
+        return self._writes < _LANE_TURNS
 
     def _send(self) -> bool:
         """One system call."""
@@ -439,7 +442,7 @@ class Lane:
         return None
 
     def _begin_write(self, out: _Outgoing, head: bytearray) -> Views | None:
-        while self._writes < _LANE_TURNS and (turn := self._batches.cut("write")) is not None:
+        while self._may_write() and (turn := self._batches.cut("write")) is not None:
             if not turn.batch.hold():
                 self._batches.lost(turn)
                 continue

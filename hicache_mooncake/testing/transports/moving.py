@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
@@ -245,17 +246,19 @@ class MovingTests(TransportHarness):
         ]
         for end, op, here, there in sides:
             end.move(op, [Piece(here, there, 100)])
+        gc.collect()  # what others have left open is closed now, and not meanwhile
         files, threads = descriptors(), threading.active_count()
         for i in range(self.transfers):
             end, op, here, there = sides[i % 2]
             end.move(op, [Piece(here + i % 50_000, there + i % 40_000, 1 + i % 900)])
-        assert descriptors() == files
-        assert threading.active_count() == threads
+        assert descriptors() <= files
+        assert threading.active_count() <= threads
 
     def test_links_that_are_closed_leave_nothing_behind(self) -> None:
         near, far = self.transport(), self.transport()
         mine, theirs = self.memory(4096).fill(1), self.memory(4096).fill(2)
         counts = []
+        gc.collect()
         for round_ in range(12):
             one, other = self.pair(near=near, far=far)
             one.share(mine, other)
@@ -267,7 +270,8 @@ class MovingTests(TransportHarness):
             far.unregister(theirs.address)
             if round_ >= 2:
                 counts.append((descriptors(), threading.active_count()))
-        assert len(set(counts)) == 1, counts
+        for first, last in zip(counts[0], counts[-1], strict=True):
+            assert last <= first, f"descriptors and threads after each link: {counts}"
 
     def _after_idling(self, seconds: float) -> None:
         near, far, mine, theirs = self.sharing(1 << 16)
