@@ -508,3 +508,30 @@ def test_the_number_of_objects_is_capped_like_their_bytes() -> None:
     store.validate()
     store.clear(NS)
     assert store_all(store, keys("h")) == b"\x01", "cleared objects make way at once"
+
+
+def test_lent_room_is_no_object_and_evicts_nothing() -> None:
+    store = Store(64 << 12)
+    lent = store.lend(4096, 60)
+    assert len(lent) == 60
+    assert store.lend(4096, 10) != []
+    assert store.lend(4096, 10) == [], "nothing is left, and nothing is evicted"
+    assert store.objects == 0
+    store.validate()
+    store.take_back(lent)
+    assert store.used_bytes == 4 << 12
+    store.validate()
+
+
+def test_a_stranded_reservation_is_neither_stored_nor_free() -> None:
+    store = Store(64 << 12)
+    hashes = bytes(32) + bytes([1]) * 32
+    txn, status, _ = store.claim(1, b"n" * 16, hashes, 4096, 0.0)
+    assert bytes(status) == bytes([FETCH]) * 2
+    assert store.strand(2, txn) == 0, "it is not this owner's"
+    assert store.strand(1, txn) == 2 * 4096
+    assert store.commit(1, txn, b"\x01\x01", [1, 2]) == b"\x00\x00"
+    assert not store.claimed(b"n" * 16, hashes, 0.0), "others fetch them themselves"
+    store.drop_owner(1)
+    assert (store.objects, store.used_bytes) == (0, 2 * 4096)
+    store.validate()

@@ -298,6 +298,8 @@ class RemoteReads:
             else:
                 plan.missed(ask, page, "wrong_length" if status == p.WRONG_LENGTH else "gone_remote")
         if reply.linked:
+            plan.landed(ask)
+            self.begin()  # the next pages are written while these are copied
             self._take_landed(ask, held)
             return
         bodies = self._bodies([page for page, _ in held])

@@ -12,8 +12,9 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.client.remote import Ask
 from hicache_mooncake.transfer.peers import Address, address_of
 
-MAX_ASK_BYTES = 64 << 20
-"""Asked for over a link at once: meanwhile nothing of it is copied on."""
+MAX_ASK_BYTES = 32 << 20
+_SPLIT_BYTES = 2 << 20
+"""So much and more is asked for in two parts at least: one is copied on while the next one is written."""
 
 
 class _Way:
@@ -21,6 +22,8 @@ class _Way:
 
     def __init__(self, link: int) -> None:
         self.link = link
+        self.most = 1
+        """Pages to ask for at once."""
         self.free: list[int] = []
         self.own: dict[int, int] = {}
         self.unanswered = 0
@@ -28,12 +31,11 @@ class _Way:
 
 
 class OverLinks:
-    """`pages` are the batch's page numbers of the columns of `located`. `places_of` the asks under way are in `taken`."""
+    """`pages`: the batch's page numbers of the columns of `located`."""
 
     def __init__(self, located: p.Located, pages: Sequence[int], body_bytes: int) -> None:
         self.landing = located.landing
         self.received_bytes = 0
-        self._most = max(1, MAX_ASK_BYTES // body_bytes)
         self._ways: dict[Address, _Way] = {}
         self._taken: dict[Ask, dict[int, int]] = {}
         if not located.landing:
@@ -46,6 +48,10 @@ class OverLinks:
                 way.own[page] = place
             else:
                 way.free.append(place)
+        for way in self._ways.values():
+            places = len(way.free) + len(way.own)
+            split = places * body_bytes >= _SPLIT_BYTES
+            way.most = max(1, min(MAX_ASK_BYTES // body_bytes, -(-places // 2) if split else places))
 
     def choose(self, peer: p.Peer, pages: Sequence[int]) -> list[int]:
         """Which of these pages may be asked of this peer over a link now; none: ask for them without."""
@@ -60,7 +66,7 @@ class OverLinks:
                     continue
                 free -= 1
             chosen.append(page)
-            if len(chosen) == self._most:
+            if len(chosen) == way.most:
                 break
         return chosen
 

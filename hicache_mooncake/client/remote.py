@@ -166,6 +166,10 @@ class FetchPlan:
             else:
                 self._elsewhere(page, reason)
 
+    def landed(self, ask: Ask) -> None:
+        """All of it is on this host, and only to be copied on: its node may be asked for more meanwhile."""
+        self._forget(ask)
+
     def again(self, ask: Ask) -> None:
         """The connection was stale, which says nothing about the node: what is left is asked of it once more."""
         self._forget(ask)
@@ -176,7 +180,7 @@ class FetchPlan:
     # ------------------------------------------------------------------ inside
 
     def _make(self, peer: p.Peer, pages: list[int], now: float, *, probe: bool) -> tuple[list[Ask], list[int]]:
-        """The Asks, a lane each, and those of the pages that are in none."""
+        """The Asks, a lane each or one over a link, and those of the pages that are in none."""
         linked: list[int] = []
         if probe:  # with a page that is lost otherwise, where there is one
             chosen = next((page for page in pages if not self._has_other(page)), pages[0])
