@@ -167,8 +167,11 @@ class FetchPlan:
                 self._elsewhere(page, reason)
 
     def landed(self, ask: Ask) -> None:
-        """All of it is on this host, and only to be copied on: its node may be asked for more meanwhile."""
-        self._forget(ask)
+        """All of it is on this host, and only to be copied on: meanwhile its node may be asked for more, if that can come over
+        the link as well."""
+        waiting = self._waiting.get(address_of(ask.peer), [])
+        if self._over_link(ask.peer, waiting[:_MAX_ASK_PAGES]):
+            self._forget(ask)
 
     def again(self, ask: Ask) -> None:
         """The connection was stale, which says nothing about the node: what is left is asked of it once more."""
