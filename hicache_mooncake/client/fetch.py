@@ -7,6 +7,7 @@ connection is the fence: whatever the node still sends lands nowhere. It comes b
 from __future__ import annotations
 
 import itertools
+import os
 import select
 import socket
 import time
@@ -22,6 +23,7 @@ from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError
 from hicache_mooncake.transfer.peers import Connecting, Peers, address_of
 from hicache_mooncake.transfer.tcp import PeerConnection
+from hicache_mooncake.wire import Soon
 
 _CONNECTING_S = 0.5
 _SENDING_S = 0.2
@@ -39,8 +41,9 @@ Reading = Generator[list[memoryview], None, None]
 class _Stream:
     """An Ask under way on a connection: `wanted` is to be filled by what comes next."""
 
-    def __init__(self, ask: Ask, connection: PeerConnection, *, reused: bool) -> None:
+    def __init__(self, ask: Ask, connection: PeerConnection, soon: Soon, *, reused: bool) -> None:
         self.ask = ask
+        self._soon = soon
         self.connection = connection
         self.reused = reused
         self.fetch_id = next(_fetch_ids)
@@ -56,7 +59,14 @@ class _Stream:
     def wait(self) -> int:
         """Fill as much of `wanted` as comes: how many bytes, or 0 at the end. Raises TimeoutError when the Ask's time is over.
 
-        Waits in turns: what comes of a turn has come lately, which tells a slow node from a silent one."""
+        Waits in turns: what comes of a turn has come lately, which tells a slow node from a silent one. For the beginning of an
+        answer is looked for a moment before sleeping."""
+        if not self.received and (look_s := self._soon.look_s()):
+            got = self._look(look_s)
+            if got is not None:
+                self._soon.paid()
+                return got
+            self._soon.in_vain()
         while True:
             try:
                 return self._source(self.wanted)
@@ -65,6 +75,16 @@ class _Stream:
                 if now >= self.ask.until:
                     raise
                 self._source = self.connection.source(min(self.ask.until, now + BLAME_AFTER_S / 2))
+
+    def _look(self, look_s: float) -> int | None:
+        until = time.monotonic() + look_s
+        while True:
+            try:
+                return self.at_once()
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    return None
+                os.sched_yield()
 
     def at_once(self) -> int:
         """The same with what is there. Raises BlockingIOError when nothing is."""
@@ -216,7 +236,7 @@ class RemoteReads:
                 self._plan.ended(ask, "peer_down")
 
     def _send(self, ask: Ask, connection: PeerConnection, *, reused: bool) -> None:
-        stream = _Stream(ask, connection, reused=reused)
+        stream = _Stream(ask, connection, self._peers.soon, reused=reused)
         job = self._batch.job
         hashes = p.select_hashes(job.hashes, ask.pages)
         link, into = self._links.take(ask)

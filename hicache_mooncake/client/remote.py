@@ -96,8 +96,10 @@ class FetchPlan:
 
     def add(self, page: int, holders: Sequence[p.Peer]) -> None:
         """`holders` in the order in which they are tried, at least one."""
-        several = {address_of(peer): peer for peer in reversed(holders)}
-        self._holders[page] = list(reversed(several.values()))
+        if len(holders) > 1:
+            several = {address_of(peer): peer for peer in reversed(holders)}
+            holders = tuple(reversed(several.values()))
+        self._holders[page] = list(holders)
         self.unsettled += 1
         self._queue(page)
 

@@ -315,17 +315,17 @@ class MappedMemory(_Receives):
         seed = iter(seeds)
         received = memoryview(bytearray(CHUNK if layout.strided else 0))
         for group in _groups(pages, layout):
+            if len(group) > 1 and not layout.strided:
+                yield from self._receiving_together(group, layout, seed)
+                continue
             for addresses in group:
                 self._check(addresses, layout)
-            if len(group) > 1 and layout.strided:
+            if len(group) > 1:
                 bodies = received[: len(group) * layout.length]
                 yield [bodies]
                 for number, addresses in enumerate(group):
                     body = bodies[number * layout.length : (number + 1) * layout.length]
                     yield self._scatter(body, addresses, layout, next(seed))
-                continue
-            if len(group) > 1:
-                yield from self._receiving_together(group, layout, seed)
                 continue
             digest = xxhash.xxh3_64(seed=next(seed))
             for part in layout.parts:
@@ -342,12 +342,15 @@ class MappedMemory(_Receives):
     def _receiving_together(
         self, group: Sequence[Sequence[int]], layout: BodyLayout, seed: Iterator[int]
     ) -> Iterator[list[memoryview] | int]:
-        views = [self._view(addresses, part) for addresses in group for part in layout.parts]
-        yield list(views)
-        for first in range(0, len(views), len(layout.parts)):
+        bodies = [self._runs(addresses, layout) for addresses in group]
+        yield [run for body in bodies for run in body]
+        for body in bodies:
+            if len(body) == 1:
+                yield xxhash.xxh3_64_intdigest(body[0], next(seed))
+                continue
             digest = xxhash.xxh3_64(seed=next(seed))
-            for view in views[first : first + len(layout.parts)]:
-                digest.update(view)
+            for run in body:
+                digest.update(run)
             yield digest.intdigest()
 
     def close(self) -> None:

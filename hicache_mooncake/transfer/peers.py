@@ -15,6 +15,7 @@ from hicache_mooncake.backoff import BLAME_AFTER_S, Admission, Breaker
 from hicache_mooncake.config_values import MAX_LANES
 from hicache_mooncake.transfer.tcp import PeerConnection
 from hicache_mooncake.transfer.tls import DataSocket, Tls
+from hicache_mooncake.wire import Soon
 
 _BREAKER_FIRST_S, _BREAKER_MAX_S = 0.5, 8.0
 _MAX_BREAKERS = 1024
@@ -56,6 +57,8 @@ class Peers:
 
     def __init__(self, connect: Callable[..., PeerConnection] = PeerConnection) -> None:
         self._connect = connect
+        self.soon = Soon()
+        """Whether to look for the beginning of an answer before sleeping for it."""
         self._idle: dict[PeerConnection, float] = {}
         """Since when; longest idle first."""
         self._of: dict[Address, list[PeerConnection]] = {}
