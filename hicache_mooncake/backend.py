@@ -25,6 +25,7 @@ from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.pools import KV, Need, StoredPool, View
 from hicache_mooncake.client.registry import Registry
 from hicache_mooncake.client.restorable import ALL_PAGES, TRAILING_PAGES, both, restorable_lengths, trailing_lengths
+from hicache_mooncake.client.worth import Worth
 from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.keys import pack_hashes
 from hicache_mooncake.protocol import HASH_BYTES, Run, select_hashes
@@ -56,6 +57,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         dynamic = bool(extra_config.get("backend_name"))
         self._generic = dynamic and not extra_config.get("interface_v1")
         """SGLang copies pages into tensors of its own and calls `batch_set` and `batch_get`."""
+        self._worth = Worth(settings.skip_when_slower)
         self._chains = {"load": Chain(), "store": Chain()}
         self._incomplete: dict[str, None] = {}
         """Keys for which a side pool's page could not be stored: their KV page would restore nothing. Oldest first."""
@@ -184,7 +186,18 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             self.client.quiet(logging.ERROR, "unknown pool", text)
             return [], boundaries | dict.fromkeys(unknown, 0)
         runs = [boundaries[name] for name in whole] or [count]
-        return restorable_lengths(runs, served), boundaries
+        lengths = restorable_lengths(runs, served)
+        if lengths and not self._is_worth(view, whole):
+            self.client.miss({"not_worth_it": lengths[-1]})
+            return [], dict.fromkeys(boundaries, 0)
+        return lengths, boundaries
+
+    def _is_worth(self, view: View, whole: Sequence[str]) -> bool:
+        """Whether a page of these pools is loaded sooner than the engine computes its tokens. What a hit needs only at its end
+        is as much for a long prefix as for a short one, and does not count."""
+        geometries = [view.pools[name].geometry for name in whole]
+        tokens = max((geometry.page_tokens for geometry in geometries), default=0)
+        return self._worth.is_worth(sum(geometry.body_bytes for geometry in geometries), tokens, time.time())
 
     # ------------------------------------------------------------------ v1: the KV pool, zero copy
 
@@ -246,15 +259,17 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         continues, ended = (True, b"") if chain is None else chain.begin(hashes, host_indices, _prefix(extra_info))
         chain_namespace = pool.bodies[0].namespace
         self.client.touch(chain_namespace, ended)
-        started, moved = time.perf_counter(), 0
+        started, here, elsewhere = time.perf_counter(), 0, 0
         for body in pool.bodies:
             outcome = self.client.transfer(op, body, hashes, *places, deadline, touch=not continues)
-            moved += outcome.local_bytes + outcome.remote_bytes
+            here, elsewhere = here + outcome.local_bytes, elsewhere + outcome.remote_bytes
             for i, ok in zip(good, outcome.ok, strict=True):
                 verdict[i] = verdict[i] and bool(ok)
         if chain is not None:
             self.client.touch(chain_namespace, chain.finish())
-            self._metrics.add(op, verdict.count(True), moved, time.perf_counter() - started)
+            self._metrics.add(op, verdict.count(True), here + elsewhere, time.perf_counter() - started)
+        if op == "load":
+            self._worth.loaded(here, elsewhere, time.perf_counter() - started, time.time())
         return verdict
 
     # ------------------------------------------------------------------ v2: side pools
