@@ -233,8 +233,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
     ) -> list[bool]:
         geometry = pool.geometry
         verdict = [False] * len(keys)
-        hashes, bad = pack_hashes(keys)
         places = None if host_indices is None else pool.places(host_indices, len(keys))
+        hashes, bad = pack_hashes(keys)
         if places is None:
             self.client.miss({"bad_indices": len(keys)})
             slots = 0 if host_indices is None else len(host_indices)

@@ -30,8 +30,10 @@ class StoredPool:
 
     def places(self, indices: Any, count: int) -> tuple[array[int] | None, array[int] | None] | None:
         """(page numbers, None), or (None, run addresses) where the pool is not affine. None when `indices` do not name `count`
-        whole aligned pages of this pool. `indices`: 1-D int64 CPU tensor of token slots."""
+        whole aligned pages of this pool. `indices`: 1-D int64 CPU tensor of token slots, which is not looked at afterwards."""
         geometry = self.geometry
+        # SGLang may rewrite it meanwhile, when it aborts the request: what is checked must be what is used.
+        indices = indices.clone()
         pages = page_numbers(indices, geometry.page_tokens, geometry.page_count, count)
         if pages is None or geometry.affine:
             return None if pages is None else (pages, None)
