@@ -145,6 +145,7 @@ def test_locked_memory_counts_the_pool_once_a_device(settings: Settings, monkeyp
     assert d.memlock(settings, 1).status == "ok"
     check = d.memlock(settings, 2)
     assert (check.status, "128.0 MiB" in check.found, "LimitMEMLOCK=infinity" in check.advice) == ("warn", True, True)
+    assert d.memlock(replace(settings, node="external"), 2).status == "skipped"
     monkeypatch.setattr(d, "_may_lock_all", lambda: True)
     assert "CAP_IPC_LOCK" in d.memlock(settings, 2).found
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -185,6 +186,9 @@ def test_memory_that_cannot_be_placed_is_warned_of(settings: Settings, tmp_path:
         assert (check.status, "SYS_NICE" in check.advice) == ("warn", True)
     assert d.placement(replace(settings, numa="off"), tree, FakeSystem()).status == "warn"
     assert d.placement(settings, topology.Topology()).status == "ok"
+    confined = FakeSystem(refuses="mbind")
+    confined.may_use = [1]
+    assert "may use one of them" in d.placement(settings, tree, confined).found
 
 
 # --------------------------------------------------------------------------- which transport

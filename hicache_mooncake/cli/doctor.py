@@ -27,7 +27,7 @@ from typing import cast
 
 from hicache_mooncake import __version__, protocol
 from hicache_mooncake.cli import doctor_transports
-from hicache_mooncake.cli.checks import FAIL, OK, SKIPPED, WARN, Check
+from hicache_mooncake.cli.checks import FAIL, OK, SKIPPED, WARN, Check, broken, guarded
 from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, find_masters, human_bytes
 from hicache_mooncake.config import ConfigError, Settings, available_memory_bytes, load_settings, split_address
 from hicache_mooncake.config_table import PLUGIN_ENV, SETTINGS
@@ -444,42 +444,31 @@ def canary(settings: Settings) -> Check:
 def examine(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
     """Every check, in reading order. One that breaks is a finding of its own and does not hide the others."""
     sglang = version_of("sglang")
-    vm = _guarded("process_vm_readv", process_vm)
+    vm = guarded("process_vm_readv", process_vm)
     checks = [
-        _guarded("versions", versions),
-        _guarded("plugin", lambda: plugin(environ, sglang)),
-        _guarded("page copies", lambda: page_copies(settings, sglang, vm)),
+        guarded("versions", versions),
+        guarded("plugin", lambda: plugin(environ, sglang)),
+        guarded("page copies", lambda: page_copies(settings, sglang, vm)),
         # What is not going to be used is worth knowing, but no failure.
         replace(vm, status=WARN) if vm.status == FAIL and settings.copy_mode != "process_vm" else vm,
-        _guarded("memfd_create", memfd),
-        _guarded("memory", lambda: memory(settings)),
-        _guarded("huge pages", lambda: huge_pages(settings)),
-        _guarded("/dev/shm", dev_shm),
+        guarded("memfd_create", memfd),
+        guarded("memory", lambda: memory(settings)),
+        guarded("huge pages", lambda: huge_pages(settings)),
+        guarded("/dev/shm", dev_shm),
         *_guarded_all("RDMA", lambda: doctor_transports.examine(settings)),
-        _guarded("node", lambda: node(settings)),
-        _guarded("cluster key", lambda: key(settings)),
+        guarded("node", lambda: node(settings)),
+        guarded("cluster key", lambda: key(settings)),
     ]
     checks += _guarded_all("master", lambda: masters(settings))
-    checks.append(_guarded("canary page", lambda: canary(settings)))
+    checks.append(guarded("canary page", lambda: canary(settings)))
     return checks
-
-
-def _guarded(name: str, check: Callable[[], Check]) -> Check:
-    try:
-        return check()
-    except Exception as error:
-        return _broken(name, error)
 
 
 def _guarded_all(name: str, checks: Callable[[], list[Check]]) -> list[Check]:
     try:
         return checks()
     except Exception as error:
-        return [_broken(name, error)]
-
-
-def _broken(name: str, error: Exception) -> Check:
-    return Check(name, WARN, f"could not be checked: {type(error).__name__}: {error}", "please report this")
+        return [broken(name, error)]
 
 
 def run_doctor(explicit: Mapping[str, object], *, as_json: bool, environ: Mapping[str, str] | None = None) -> int:

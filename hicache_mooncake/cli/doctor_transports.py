@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from hicache_mooncake.cli.checks import FAIL, OK, SKIPPED, WARN, Check
+from hicache_mooncake.cli.checks import FAIL, OK, SKIPPED, WARN, Check, guarded
 from hicache_mooncake.cli.status import Unreachable, ask_node, human_bytes
 from hicache_mooncake.config import Settings
 from hicache_mooncake.transfer import gids, numa, topology
@@ -47,10 +47,10 @@ def examine(
         packages,
         *devices(settings, infos, found, wanted),
         memlock(settings, len(_in_use(settings, infos)) if wanted else 0),
-        placement(settings, found),
-        near_and_far(settings, found),
-        tls(settings),
-        verdict(settings, open_),
+        guarded("NUMA", lambda: placement(settings, found)),
+        guarded("topology", lambda: near_and_far(settings, found)),
+        guarded("TLS", lambda: tls(settings)),
+        guarded("pages of other hosts", lambda: verdict(settings, open_)),
     ]
 
 
@@ -191,6 +191,8 @@ def memlock(settings: Settings, devices_in_use: int) -> Check:
         return Check(name, OK, f"limit {human_bytes(soft)}, which does not bind this user (CAP_IPC_LOCK)")
     if not devices_in_use:
         return Check(name, OK, f"limit {human_bytes(soft)}; only RDMA would need more")
+    if settings.node != "embedded":
+        return Check(name, SKIPPED, f"limit {human_bytes(soft)} here; what counts is that of the node, which runs by itself")
     need = settings.dram_bytes * devices_in_use
     found = f"limit {human_bytes(soft)}; RDMA locks {human_bytes(need)} ({devices_in_use} devices, each all of dram)"
     if need > soft:
@@ -221,12 +223,15 @@ def placement(settings: Settings, found: topology.Topology, system: numa.System 
         source = settings.sources.get("numa", "default")
         return Check(name, WARN, f"{text}; numa=off ({source}): movers and memory may be far from each other", "unset numa")
     system = system or numa.System()
+    nodes = numa.spread(found.nodes, system.memory_nodes())
+    if not nodes:
+        return Check(name, OK, f"{text}; this process may use one of them: nothing to place")
     with mmap.mmap(-1, mmap.PAGESIZE) as page:
         page[0] = 1
         at = ctypes.c_char.from_buffer(page)
         try:
             system.nodes_of_pages(0, [ctypes.addressof(at)])
-            system.interleave_memory(ctypes.addressof(at), mmap.PAGESIZE, [node.number for node in found.nodes])
+            system.interleave_memory(ctypes.addressof(at), mmap.PAGESIZE, nodes)
         except OSError as error:
             advice = "allow move_pages and mbind: in a container --cap-add SYS_NICE, or a seccomp profile with them"
             return Check(name, WARN, f"{text}; memory cannot be placed ({error.strerror})", advice)

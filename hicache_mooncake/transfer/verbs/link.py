@@ -12,6 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from hicache_mooncake.quiet import QuietLog
+from hicache_mooncake.transfer import gids
 from hicache_mooncake.transfer.batches import Batches, Inbox, check_pieces
 from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Extents, Link, Op, Pending, Piece, TransportError
 from hicache_mooncake.transfer.verbs import handshake
@@ -272,7 +273,8 @@ class VerbsLink(Link):
                 + "; ".join(
                     f"{side} {', '.join(f'{port.device}:{port.number} {port.link_layer} {port.gid}' for port in some)}"
                     for side, some in ((self.name, self._theirs), ("here", ours))
-                ),
+                )
+                + _why_not(ours, self._theirs),
             )
         self._rails = Rails(made)
         self._traffic = Traffic(self._batches, self._rails, self._local, self._there, self._near)
@@ -472,3 +474,12 @@ class VerbsLink(Link):
             quietly(logging.INFO, f"link {self.name}", f"verbs link to {self.name} is over: {error}")
         self._owner.forget(self)
         self._changed.notify_all()
+
+
+def _why_not(ours: Sequence[Port], theirs: Sequence[Port]) -> str:
+    """Of the first port on either side."""
+    if not ours or not theirs:
+        return ""
+    here, there = ours[0], theirs[0]
+    why = gids.mismatch(here.gid, there.gid, here.link_layer, there.link_layer)
+    return f". {why[:1].upper()}{why[1:]}" if why else ""
