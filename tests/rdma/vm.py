@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-PARTS = ("bindings",)
+PARTS = ("bindings", "doctor")
 QEMU = "qemu-system-x86_64"
 LIMIT_S = 480.0
 NO_ANSWER = 99
