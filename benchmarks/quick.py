@@ -13,7 +13,7 @@ import shutil
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cpu, here, there
+from benchmarks import cpu, here, posts, there
 from benchmarks.harness import Bench, Row, report, save, write_table
 
 SECTIONS = {
@@ -28,6 +28,7 @@ SECTIONS = {
     "push": there.push,
     "peers": there.peers,
     "cpu": cpu.cpu,
+    "posts": posts.posts,
 }
 
 
