@@ -46,6 +46,8 @@ BROKEN: list[tuple[str, str, tuple[Any, ...]]] = [
     ("loses_last_byte", "test_both_directions_at_once_through_the_smallest_buffers", ()),
     ("loses_last_byte", "test_reads_and_writes_of_several_threads", ()),
     ("loses_last_byte", "test_eight_peers_at_once", ()),
+    ("loses_last_byte", "test_batches_that_end_early_leave_the_others_right", ()),
+    ("done_too_early", "test_batches_that_end_early_leave_the_others_right", ()),
     ("loses_last_byte", "test_the_same_stretch_may_be_moved_to_several_places", ("write",)),
     ("words_only", "test_pieces_of_any_size_and_alignment", ("write", False)),
     ("first_pieces_only", "test_thousands_of_pieces_in_one_batch", ("read",)),

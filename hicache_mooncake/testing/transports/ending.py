@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from hicache_mooncake.testing.transports.harness import End, Memory, ProcessPeer, TransportHarness, fails, same
+from hicache_mooncake.testing.transports.harness import (
+    End,
+    Memory,
+    ProcessPeer,
+    TransportHarness,
+    fails,
+    in_threads,
+    pattern,
+    same,
+)
 from hicache_mooncake.testing.transports.moving import each_op
 from hicache_mooncake.transfer.transport import Op, Pending, Piece, TransportError
 
@@ -150,6 +161,39 @@ class EndingTests(TransportHarness):
         assert batch.done
         self.stays(mine, "cancel")
         fails("cancelled", batch.wait)
+
+    def test_batches_that_end_early_leave_the_others_right(self) -> None:
+        """Some are cancelled or late, at any moment, while others of the same link are done and have all their bytes. What a
+        write that failed does to the peer's memory is not promised, so such go where nobody looks."""
+        size, slots, rounds = 400_000, 4, 50
+        near, far, mine, theirs = self.sharing(2 * slots * size)
+
+        def work(slot: int) -> None:
+            rng = random.Random(slot)
+            end, here, there = ((near, mine, theirs), (far, theirs, mine))[slot % 2]
+            at = slot * size
+            for number in range(rounds):
+                op: Op = "read" if rng.random() < 0.5 else "write"
+                source, target = (there, here) if op == "read" else (here, there)
+                source.view[at : at + size] = pattern(1000 * slot + number, size)
+                early = rng.random() < 0.5
+                elsewhere = slots * size if early and op == "write" else 0
+                steps = range(at, at + size, rng.randint(1, 9) * 10_000)
+                pieces = [Piece(here.address + i, there.address + i + elsewhere, min(steps.step, at + size - i)) for i in steps]
+                try:
+                    batch = end.submit(op, pieces, rng.random() * 0.01 if early else None)
+                    if early and rng.random() < 0.5:
+                        batch.cancel()
+                    batch.wait()
+                except TransportError as error:
+                    if early:
+                        continue
+                    self.wait_until(lambda: not end.link.alive, f"the link ends, if that is why: {error}")
+                    return
+                if not elsewhere:
+                    same(target.bytes(at, size), source.bytes(at, size), f"slot {slot}, round {number}")
+
+        in_threads(*(partial(work, slot) for slot in range(slots)))
 
     def test_cancelling_what_is_done_changes_nothing(self) -> None:
         near, _, mine, theirs = self.sharing(4096)

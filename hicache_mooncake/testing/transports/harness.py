@@ -347,5 +347,24 @@ def fails(reason: str | tuple[str, ...], call: Callable[[], Any]) -> TransportEr
     return caught.value
 
 
+def in_threads(*calls: Callable[[], None]) -> None:
+    """All at once. Raises what the first of them raised."""
+    errors: list[BaseException] = []
+
+    def guarded(call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # for the thread that waits
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))

@@ -6,7 +6,6 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable
 
 import hypothesis
 import hypothesis.strategies as st
@@ -18,6 +17,7 @@ from hicache_mooncake.testing.transports.harness import (
     TransportHarness,
     descriptors,
     fails,
+    in_threads,
     pattern,
     same,
 )
@@ -37,25 +37,6 @@ def _expected(op: Op, pieces: list[Piece], mine: Memory, theirs: Memory) -> tupl
         else:
             there[j : j + length] = here[i : i + length]
     return bytes(here), bytes(there)
-
-
-def _in_threads(*calls: Callable[[], None]) -> None:
-    """All at once. Raises what the first of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BaseException as error:  # for the thread that waits
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 class MovingTests(TransportHarness):
@@ -193,7 +174,7 @@ class MovingTests(TransportHarness):
             end, here, there = sides[slot % 2]
             op: Op = "read" if slot % 4 < 2 else "write"
             calls.append(lambda e=end, h=here, t=there, s=slot, o=op: work(e, h, t, s, o))
-        _in_threads(*calls)
+        in_threads(*calls)
         # Reads of near and writes of far bring their bytes here; the others take ours there.
         for slot in range(8):
             winner = start[1] if slot % 4 in (0, 3) else start[0]
