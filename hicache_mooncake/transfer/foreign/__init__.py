@@ -1,0 +1,1 @@
+"""Other projects' transfer engines as transports, for operators who have one that is proven."""
