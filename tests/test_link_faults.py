@@ -15,6 +15,11 @@ from tests.memory_transport import Faults, opener
 __all__ = ["faults", "pair"]
 
 
+@pytest.mark.fault(
+    "a link between nodes fails in the middle of a write",
+    sees="nothing: the pages come by tcp in the same call; the link is ended before its room is used again, and made anew",
+    part="network",
+)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_a_link_that_fails_in_mid_write_costs_no_page(pair: MakePair, faults: Faults, shared: bool) -> None:
     """They come by tcp in the same call; the link is ended before its room is used again, and another one is made."""
@@ -30,10 +35,15 @@ def test_a_link_that_fails_in_mid_write_costs_no_page(pair: MakePair, faults: Fa
     linked.both.link_up(linked.reader, linked.both.stored(linked.writer, linked.reader, "another"))
 
 
+@pytest.mark.fault(
+    "a link stands still in the middle of a write, and goes on after the call",
+    sees="nothing: half of the time is for tcp, and no byte lands in room that others use by then (deadline 7.5 s here)",
+    part="network",
+)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_a_link_that_hangs_leaves_time_for_tcp(pair: MakePair, faults: Faults, shared: bool) -> None:
     """And what it still wants to write when it goes on lands nowhere."""
-    linked = Linked(pair(opener(faults)), faults, shared=shared, deadline_s=6.0)
+    linked = Linked(pair(opener(faults)), faults, shared=shared, deadline_s=7.5)
     thread, got = linked.load_aside()
     thread.join(LONG_S)
     assert got == [ALL]
@@ -45,6 +55,11 @@ def test_a_link_that_hangs_leaves_time_for_tcp(pair: MakePair, faults: Faults, s
     assert linked.reader.load(NS, own).ok == b"\x01" * 16
 
 
+@pytest.mark.fault(
+    "a mover is killed while a link writes for it",
+    sees="misses of that batch; the links of its load are ended, and its room comes back (deadline 7.5 s here)",
+    part="network",
+)
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_a_mover_killed_in_mid_load_gives_its_room_back_fenced(pair: MakePair, faults: Faults, shared: bool) -> None:
     linked = Linked(pair(opener(faults)), faults, shared=shared, deadline_s=7.5)
@@ -64,6 +79,11 @@ def test_a_mover_killed_in_mid_load_gives_its_room_back_fenced(pair: MakePair, f
     wait_until(lambda: linked.reader.load(NS, linked.pages).ok == ALL, LONG_S, "a new mover loads them")
 
 
+@pytest.mark.fault(
+    "a holder ends while it writes over a link",
+    sees="misses; no room is lost (deadline 7.5 s here)",
+    part="network",
+)
 def test_a_holder_that_ends_in_mid_write_is_misses_and_its_room_comes_back(pair: MakePair, faults: Faults) -> None:
     linked = Linked(pair(opener(faults)), faults, deadline_s=7.5)
     thread, got = linked.load_aside()
@@ -75,6 +95,11 @@ def test_a_holder_that_ends_in_mid_write_is_misses_and_its_room_comes_back(pair:
     assert faults.late == 0
 
 
+@pytest.mark.fault(
+    "a link delivers damaged bytes",
+    sees="misses (`checksum_remote`)",
+    part="network",
+)
 def test_wrong_bytes_over_a_link_are_a_miss(pair: MakePair, faults: Faults) -> None:
     linked = Linked(pair(opener(faults)), faults)
     faults.corrupt = True
@@ -84,6 +109,11 @@ def test_wrong_bytes_over_a_link_are_a_miss(pair: MakePair, faults: Faults) -> N
     nothing_lent(linked.b)
 
 
+@pytest.mark.fault(
+    "a namespace is cleared while its pages come over a link",
+    sees="nothing of it is stored (deadline 7.5 s here)",
+    part="network",
+)
 def test_what_is_cleared_while_it_comes_is_not_stored(pair: MakePair, faults: Faults) -> None:
     linked = Linked(pair(opener(faults)), faults, shared=True, deadline_s=7.5)
     thread, _ = linked.load_aside()
@@ -94,8 +124,13 @@ def test_what_is_cleared_while_it_comes_is_not_stored(pair: MakePair, faults: Fa
     assert figure(linked.b, "objects") == 0
 
 
+@pytest.mark.fault(
+    "a link cannot be ended, and goes on writing",
+    sees="nothing: its room is not used again before the node starts anew (`quarantined_bytes`) (deadline 7.5 s here)",
+    part="network",
+)
 def test_room_of_a_link_that_cannot_be_ended_is_never_used_again(pair: MakePair, faults: Faults) -> None:
-    linked = Linked(pair(opener(faults)), faults, deadline_s=6.0)
+    linked = Linked(pair(opener(faults)), faults, deadline_s=7.5)
     used = figure(linked.b, "used_bytes")
     faults.unstoppable = True
     thread, got = linked.load_aside()
@@ -114,7 +149,7 @@ def test_room_of_a_link_that_cannot_be_ended_is_never_used_again(pair: MakePair,
 
 
 def test_shared_room_of_a_link_that_cannot_be_ended_is_neither_stored_nor_free(pair: MakePair, faults: Faults) -> None:
-    linked = Linked(pair(opener(faults)), faults, shared=True, deadline_s=6.0)
+    linked = Linked(pair(opener(faults)), faults, shared=True, deadline_s=7.5)
     faults.unstoppable = True
     thread, got = linked.load_aside()
     thread.join(LONG_S)
@@ -126,6 +161,11 @@ def test_shared_room_of_a_link_that_cannot_be_ended_is_neither_stored_nor_free(p
         linked.b.store.validate()
 
 
+@pytest.mark.fault(
+    "every link dies within milliseconds of being made",
+    sees="nothing: pages come by tcp, and links are tried ever more seldom",
+    part="network",
+)
 def test_links_that_die_at_once_are_made_ever_more_seldom(pair: MakePair, faults: Faults) -> None:
     faults.stillborn = True
     both = pair(opener(faults))
