@@ -292,6 +292,16 @@ def test_an_address_that_must_be_advertised_is_asked_for(tmp_path: Path) -> None
             here.connect(there.address, soon())
 
 
+def test_engines_meet_over_ipv6() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with engines(("tcp",), ("tcp",), listen="[::1]:0") as (here, there):
+        assert "@[::1]:" in there.address
+        assert here.connect(there.address, soon()).alive
+
+
 def test_strangers_that_say_nothing_or_nonsense_keep_nobody_out() -> None:
     with engines(BOTH, BOTH) as (here, there), contextlib.ExitStack() as stack:
         _, host, port = engine_wire.split_name(there.address)
