@@ -24,9 +24,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-PARTS = ("bindings", "doctor")
+PARTS = ("bindings", "doctor", "transport")
 QEMU = "qemu-system-x86_64"
-LIMIT_S = 480.0
+LIMIT_S = 900.0
 NO_ANSWER = 99
 _MEMORY_MIB = 2048
 _MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "dummy", "crc32_generic", "ib_uverbs", "rdma_ucm", "rdma_rxe")
