@@ -156,6 +156,12 @@ def test_a_node_without_memory_is_refused() -> None:
     assert "would hold nothing" in done.stderr
 
 
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
+    done = run("node", "--interface", "no-such-if")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "there is no network interface 'no-such-if' here, only " in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

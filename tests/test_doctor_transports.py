@@ -15,7 +15,7 @@ from hicache_mooncake.cli import doctor_transports as d
 from hicache_mooncake.cli.checks import Check
 from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.testing.fake_verbs import FakeFabric
-from hicache_mooncake.transfer import topology
+from hicache_mooncake.transfer import addresses, topology
 from hicache_mooncake.transfer.transport import Transport, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs.api import Binding, BindingUnavailable, Device, DeviceInfo, Gid, PortInfo
 from hicache_mooncake.transfer.verbs.transport import VerbsTransport
@@ -189,6 +189,27 @@ def test_memory_that_cannot_be_placed_is_warned_of(settings: Settings, tmp_path:
     confined = FakeSystem(refuses="mbind")
     confined.may_use = [1]
     assert "may use one of them" in d.placement(settings, tree, confined).found
+
+
+def test_the_address_that_others_are_told_is_shown(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(**changed: object) -> tuple[str, str]:
+        check = d.data_port(replace(settings, **changed))  # type: ignore[arg-type]
+        return check.status, check.found
+
+    assert told() == ("ok", "listens on 127.0.0.1:0 (default); no master: nobody is told of it")
+    cluster = {"listen": "0.0.0.0:7100", "masters": ("127.0.0.1:9",)}
+    assert told(**cluster) == ("ok", "listens on 0.0.0.0:7100 (default), advertises 127.0.0.1:7100")
+    assert told(**cluster, advertise="gate:0")[1].endswith("advertises gate:7100")
+    assert told(listen="[::1]:0", masters=("[::1]:9",))[1].endswith("advertises ::1, with the port that it gets")
+    monkeypatch.setattr(addresses, "towards", lambda host, port, family: "127.0.0.1")
+    assert told(**cluster | {"masters": ("10.0.0.1:9",)})[0] == "warn"
+
+    def nowhere(host: str, port: int, family: int) -> str:
+        raise addresses.AddressError("no address of this host leads to 10.0.0.1")
+
+    monkeypatch.setattr(addresses, "towards", nowhere)
+    assert told(**cluster)[0] == "fail"
+    assert told(**cluster, node="external")[0] == "skipped"
 
 
 # --------------------------------------------------------------------------- which transport

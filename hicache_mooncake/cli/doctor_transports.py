@@ -16,8 +16,9 @@ from pathlib import Path
 
 from hicache_mooncake.cli.checks import FAIL, OK, SKIPPED, WARN, Check, guarded
 from hicache_mooncake.cli.status import Unreachable, ask_node, human_bytes
-from hicache_mooncake.config import Settings
-from hicache_mooncake.transfer import gids, numa, topology
+from hicache_mooncake.config import Settings, is_loopback, join_address, split_address
+from hicache_mooncake.config_values import is_remote_master
+from hicache_mooncake.transfer import addresses, gids, numa, topology
 from hicache_mooncake.transfer.tls import Tls, TlsError
 from hicache_mooncake.transfer.transport import Transport, TransportError, TransportOptions, open_transport
 from hicache_mooncake.transfer.verbs.api import Binding, BindingUnavailable, DeviceInfo, PortInfo, VerbsError
@@ -49,6 +50,7 @@ def examine(
         memlock(settings, len(_in_use(settings, infos)) if wanted else 0),
         guarded("NUMA", lambda: placement(settings, found)),
         guarded("topology", lambda: near_and_far(settings, found)),
+        guarded("data port", lambda: data_port(settings)),
         guarded("TLS", lambda: tls(settings)),
         guarded("pages of other hosts", lambda: verdict(settings, open_)),
     ]
@@ -280,6 +282,29 @@ def _up_and_wanted(settings: Settings, found: topology.Topology) -> list[topolog
         for device in found.of("rdma")
         if (not wanted or device.name in wanted) and any(port.state == "ACTIVE" for port in device.ports)
     ]
+
+
+# --------------------------------------------------------------------------- tcp
+
+
+def data_port(settings: Settings) -> Check:
+    """Where a node of these settings would listen, and what it would tell others."""
+    name = "data port"
+    if settings.node != "embedded":
+        return Check(name, SKIPPED, "the node runs by itself and has its own")
+    host, port = split_address(settings.listen)
+    listens = f"listens on {settings.listen} ({settings.sources.get('listen', 'default')})"
+    try:
+        told, told_port = addresses.advertised(settings, host, port)
+    except addresses.AddressError as error:
+        return Check(name, FAIL, str(error), "the node would not start")
+    where = join_address(told, told_port) if told_port else f"{told}, with the port that it gets"
+    if settings.masters and is_loopback(told) and any(is_remote_master(master) for master in settings.masters):
+        advice = "set interface, or advertise"
+        return Check(name, WARN, f"{listens}, advertises {where}, which other hosts cannot reach", advice)
+    return Check(
+        name, OK, f"{listens}, advertises {where}" if settings.masters else f"{listens}; no master: nobody is told of it"
+    )
 
 
 # --------------------------------------------------------------------------- TLS

@@ -23,8 +23,7 @@ from typing import TypeVar, cast
 
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
-from hicache_mooncake.config import Settings, join_address, split_address
-from hicache_mooncake.config_values import is_wildcard, master_addresses
+from hicache_mooncake.config import Settings, join_address
 from hicache_mooncake.ending import Ending
 from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.core import LOOKUP_TIMEOUT_S, NodeCore, Report, Steps
@@ -140,7 +139,10 @@ class Node:
         except OSError as error:
             raise NodeError(f"--listen {self.settings.listen}: {error.strerror}. {_listen_advice(error)}") from error
         self._cleanup.callback(tcp.close)
-        host, port = self._advertised(*tcp.getsockname()[:2])
+        try:
+            host, port = addresses.advertised(self.settings, *tcp.getsockname()[:2])
+        except addresses.AddressError as error:
+            raise NodeError(str(error)) from error
         self.data_address = join_address(host, port)
         self.data = DataServer(self, tcp)
         capacity, host_id = self.store.allocator.capacity, self.settings.host_id
@@ -245,26 +247,6 @@ class Node:
         if interleaving.problem:
             log.warning("%s", interleaving.problem)
         return fd, segment
-
-    def _advertised(self, bound_host: str, bound_port: int) -> tuple[str, int]:
-        """Where other nodes connect to: what was bound, unless told otherwise; never a wildcard."""
-        if self.settings.advertise:
-            host, port = split_address(self.settings.advertise, 0)
-            return host, port or bound_port
-        if not is_wildcard(bound_host):
-            return bound_host, bound_port
-        if not self.settings.masters:
-            return "127.0.0.1", bound_port
-        master, port = master_addresses(self.settings.masters[0].removeprefix("tcp://"))[0]
-        family = socket.AF_INET if bound_host == "0.0.0.0" else socket.AF_UNSPEC
-        try:
-            return addresses.towards(master, port, family), bound_port
-        except addresses.AddressError as error:
-            only = ", and only IPv4 is listened on" if family == socket.AF_INET else ""
-            raise NodeError(
-                f"--listen {self.settings.listen} is a wildcard, and which address to advertise is unknown: {error}{only}. Set "
-                "--interface NAME, or --advertise HOST"
-            ) from error
 
     def _thread(self, target: Callable[[], None], name: str) -> None:
         threading.Thread(target=target, name=name, daemon=True).start()

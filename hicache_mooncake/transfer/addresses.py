@@ -1,6 +1,6 @@
 """Addresses of this host's network interfaces, and which of them other hosts are told.
 
-`table` asks the system (getifaddrs); the rest is pure.
+`table` asks the system (getifaddrs), `towards` its routes; the rest is pure.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from hicache_mooncake.config_values import is_wildcard, master_addresses, split_address
+
+if TYPE_CHECKING:
+    from hicache_mooncake.config import Settings
 
 _IFF_UP = 0x1
 _MAX_ADDRESSES = 4096
@@ -75,6 +80,28 @@ def is_link_local(host: str) -> bool:
         return ipaddress.ip_address(host).is_link_local
     except ValueError:
         return False
+
+
+def advertised(settings: Settings, bound_host: str, bound_port: int) -> tuple[str, int]:
+    """Where other nodes connect to a node that has bound this: that, unless the settings say otherwise; never a wildcard, but
+    the address that leads to the first master. May look up a name. Raises AddressError."""
+    if settings.advertise:
+        host, port = split_address(settings.advertise, 0)
+        return host, port or bound_port
+    if not is_wildcard(bound_host):
+        return bound_host, bound_port
+    if not settings.masters:
+        return "127.0.0.1", bound_port
+    master, port = master_addresses(settings.masters[0].removeprefix("tcp://"))[0]
+    family = socket.AF_INET if bound_host == "0.0.0.0" else socket.AF_UNSPEC
+    try:
+        return towards(master, port, family), bound_port
+    except AddressError as error:
+        only = ", and only IPv4 is listened on" if family == socket.AF_INET else ""
+        raise AddressError(
+            f"--listen {settings.listen} is a wildcard, and which address to advertise is unknown: {error}{only}. Set "
+            "--interface NAME, or --advertise HOST"
+        ) from error
 
 
 # --------------------------------------------------------------------------- the system's
