@@ -175,26 +175,30 @@ def report(rows: list[Row], title: str) -> None:
     Console(width=max(132, Console().width)).print(table)
 
 
-_BEGIN, _END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
-
-
 def write_table(rows: list[Row], title: str) -> Path:
-    """The table of docs/performance.md, between its markers, anew."""
-    path = ROOT / "docs" / "performance.md"
-    before, _, rest = path.read_text().partition(_BEGIN)
-    _, marker, after = rest.partition(_END)
-    if not marker:
-        raise RuntimeError(f"{path} has no place for the table: {_BEGIN} and {_END}")
-    machine = (
-        f"{os.cpu_count()} cores ({cpu_name()}), kernel {platform.release()}, Python {platform.python_version()}; {title}:"
-    )
-    lines = [_BEGIN, machine, "", "| what | ours | ceiling | ratio | promised |", "| --- | --- | --- | --- | --- |"]
+    """The table of docs/performance.md anew."""
+    lines = [f"{machine()}; {title}:", "", "| what | ours | ceiling | ratio | promised |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
         ratio = f"**{row.ratio:.2f}**" if row.missed else f"{row.ratio:.2f}"
         target = "" if row.target is None else f"{row.target:g}"
         lines.append(f"| {row.what} | {row.ours:.3g} {row.unit} | {row.ceiling:.3g} {row.ceiling_name} | {ratio} | {target} |")
-    path.write_text(before + "\n".join([*lines, _END]) + after)
+    return write_between("make bench", lines)
+
+
+def write_between(marker: str, lines: Sequence[str], path: Path = ROOT / "docs" / "performance.md") -> Path:
+    """Replace what is between the two comments of this name. Raises RuntimeError where they are missing."""
+    begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
+    before, begun, rest = path.read_text().partition(begin)
+    _, ended, after = rest.partition(end)
+    if not begun or not ended:
+        raise RuntimeError(f"{path} has no place for the table: {begin} and {end}")
+    path.write_text(before + "\n".join([begin, *lines, end]) + after)
     return path
+
+
+def machine() -> str:
+    """For people."""
+    return f"{os.cpu_count()} cores ({cpu_name()}), kernel {platform.release()}, Python {platform.python_version()}"
 
 
 def cpu_name() -> str:

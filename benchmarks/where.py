@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu import used
-from benchmarks.harness import Memory, pool
+from benchmarks.harness import Memory, machine, pool, write_between
 from benchmarks.ranks import BATCH, KIB, POOL_BYTES, Rank, size_text
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.mover import Mover
@@ -25,7 +25,7 @@ from hicache_mooncake.client.node_link import NodeLink
 from hicache_mooncake.config import Settings
 from hicache_mooncake.transfer.memory import MappedMemory
 
-_SHOWN = 14
+_SHOWN = 12
 
 
 class Inside:
@@ -50,25 +50,46 @@ class Inside:
         self._link.drop()
 
 
-def show(console: Console, title: str, profile: cProfile.Profile, pages: int, facts: dict[str, float]) -> None:
-    table = Table(title=f"{title}: " + ", ".join(f"{name} {value:.1f} us a page" for name, value in facts.items()))
+def taken(profile: cProfile.Profile, pages: int) -> list[tuple[str, float, float]]:
+    """(function, calls a page, microseconds a page within it) of the dearest ones."""
+    entries = sorted(pstats.Stats(profile).stats.items(), key=lambda item: -item[1][2])  # type: ignore[attr-defined]
+    return [
+        (name if file == "~" else f"{os.path.basename(file)} {name}", calls / pages, inside / pages * 1e6)
+        for (file, _, name), (_, calls, inside, _, _) in entries[:_SHOWN]
+    ]
+
+
+def show(console: Console, title: str, rows: list[tuple[str, float, float]]) -> None:
+    table = Table(title=title)
     for column in ("function", "calls a page", "us a page, profiled"):
         table.add_column(column, justify="left" if column == "function" else "right")
-    entries = pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
-    for (file, line, name), (_, calls, inside, _, _) in sorted(entries, key=lambda item: -item[1][2])[:_SHOWN]:
-        where = name if file == "~" else f"{os.path.basename(file)}:{line} {name}"
-        table.add_row(where, f"{calls / pages:.2f}", f"{inside / pages * 1e6:.2f}")
+    for function, calls, inside in rows:
+        table.add_row(function, f"{calls:.2f}", f"{inside:.2f}")
     console.print(table)
+
+
+def text(title: str, rows: list[tuple[str, float, float]]) -> list[str]:
+    """The same for docs/performance.md."""
+    lines = [
+        "",
+        f"{title[0].upper()}{title[1:]}",
+        "",
+        "| function | calls a page | us a page, profiled |",
+        "| --- | --- | --- |",
+    ]
+    return lines + [f"| `{function}` | {calls:.2f} | {inside:.2f} |" for function, calls, inside in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=int, default=64, help="KiB")
     parser.add_argument("--batches", type=int, default=30)
+    parser.add_argument("--docs", action="store_true", help="write it into docs/performance.md")
     options = parser.parse_args()
     page, batches = options.page * KIB, options.batches
     count = min(BATCH, POOL_BYTES // page)
-    console = Console(width=120)
+    console = Console(width=132)
+    written = [f"{machine()}:"]
     source, target = Memory(POOL_BYTES), Memory(POOL_BYTES)
     with pool(nodes=2, extra=("--replicate-after", "0")) as (near, far):
         writer, reader = Rank(far, source), Rank(near, target)
@@ -105,12 +126,19 @@ def main() -> None:
             }
             profile = cProfile.Profile()
             profile.runcall(work)
-            show(console, f"{name}, {count} x {size_text(page)}", profile, pages, facts)
+            title = f"{name}, {count} x {size_text(page)}: " + ", ".join(
+                f"{each} {us:.1f} us a page" for each, us in facts.items()
+            )
+            rows = taken(profile, pages)
+            show(console, title, rows)
+            written += text(title, rows)
             inside.close()
         writer.client.close()
         reader.client.close()
     source.close()
     target.close()
+    if options.docs:
+        print(f"written into {write_between('benchmarks.where', written)}")
 
 
 if __name__ == "__main__":
