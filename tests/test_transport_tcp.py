@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import socket
 import struct
 import threading
@@ -14,6 +15,7 @@ import pytest
 from hicache_mooncake.testing import TransportTests
 from hicache_mooncake.testing.transports import Memory
 from hicache_mooncake.testing.transports.harness import fails, same
+from hicache_mooncake.transfer.mapping import _libc
 from hicache_mooncake.transfer.tcp_lane import _DATA, _DONE, _FAIL, _HEADER, _NOTICE, _READ, _ROW, _WRITE
 from hicache_mooncake.transfer.tcp_transport import _HELLO, _MAGIC, TcpLink, TcpTransport
 from hicache_mooncake.transfer.transport import Piece, TransportError, TransportOptions
@@ -63,6 +65,26 @@ class TestTcp(TransportTests):
         fails("bounds", batch.wait)
         assert near.link.alive
         assert far.link.alive
+
+    @pytest.mark.parametrize("op", ["read", "write"])
+    def test_memory_that_cannot_be_touched_costs_the_link_and_not_the_process(self, op: str) -> None:
+        near, far, mine, theirs = self.sharing(4096)
+        away = _libc.mmap(None, 4096, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)  # PROT_NONE
+        far.transport.register(away, 4096)
+        near.transport.register(away, 4096)
+        for end, other, piece in ((near, far, Piece(away, theirs.address, 4096)), (far, near, Piece(away, mine.address, 4096))):
+            if end.link.alive:
+                fails(("peer", "device"), lambda end=end, piece=piece: end.move(op, [piece]))  # type: ignore[misc]
+            self.wait_until(lambda other=other: not other.link.alive, "both ends end")  # type: ignore[misc]
+        _libc.munmap(away, 4096)
+
+    def test_a_fault_of_a_lane_ends_its_link(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whoever waits for a batch would wait for ever."""
+        near, far, mine, theirs = self.sharing(4096)
+        monkeypatch.setattr(near.link._lanes[0], "_begin", lambda: 1 / 0)  # type: ignore[attr-defined]
+        monkeypatch.setattr(near.link._lanes[1], "_begin", lambda: 1 / 0)  # type: ignore[attr-defined]
+        fails("device", lambda: near.move("read", [Piece(mine.address, theirs.address, 10)]))
+        self.wait_until(lambda: not far.link.alive, "the other end ends")
 
     def test_report_says_what_is_there(self) -> None:
         near, _, mine, _ = self.sharing(4096)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import secrets
 import select
@@ -31,6 +32,8 @@ from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Op, TransportE
 
 if TYPE_CHECKING:
     from hicache_mooncake.transfer.tcp_transport import TcpLink
+
+log = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<BxxxIQQ")
 """What it is, how many rows, the number of the turn, how many bytes of body."""
@@ -177,6 +180,9 @@ class Lane:
                     self._sleep(poll)
         except (OSError, Broken) as error:
             self._link.fail(TransportError("peer", f"the link over tcp broke: {error}"))
+        except Exception as error:  # of our own making: whoever waits for a batch must still hear of its end
+            log.exception("a lane of a link over tcp ends, and its link with it")
+            self._link.fail(TransportError("device", f"a lane over tcp ended: {error!r}"))
         finally:
             self._leave()
 

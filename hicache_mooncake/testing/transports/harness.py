@@ -174,7 +174,7 @@ class TransportHarness:
     """Whether `notify` works."""
     closes_on_stopped_peers = True
     """Whether `Link.close` is had while the peer's process is stopped. False where it raises then, as the contract allows."""
-    transfers = 20_000
+    transfers = 10_000
     """How many small ones leave no descriptor and no thread behind."""
     endless = 20_000
     """How many times 8 MiB are a batch that does not come to its end by itself in any test."""

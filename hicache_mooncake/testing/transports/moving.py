@@ -220,6 +220,14 @@ class MovingTests(TransportHarness):
     # ----------------------------------------------------------------- what is left over
 
     def test_no_descriptor_and_no_thread_is_left_behind_by_transfers(self) -> None:
+        self._leaves_nothing_behind(self.transfers)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(600)
+    def test_nothing_is_left_behind_by_a_hundred_thousand_transfers(self) -> None:
+        self._leaves_nothing_behind(100_000)
+
+    def _leaves_nothing_behind(self, transfers: int) -> None:
         near, far, mine, theirs = self.sharing(1 << 16)
         sides: list[tuple[End, Op, int, int]] = [
             (near, "read", mine.address, theirs.address),
@@ -229,7 +237,7 @@ class MovingTests(TransportHarness):
             end.move(op, [Piece(here, there, 100)])
         gc.collect()  # what others have left open is closed now, and not meanwhile
         files, threads = descriptors(), threading.active_count()
-        for i in range(self.transfers):
+        for i in range(transfers):
             end, op, here, there = sides[i % 2]
             end.move(op, [Piece(here + i % 50_000, there + i % 40_000, 1 + i % 900)])
         assert descriptors() <= files
