@@ -303,6 +303,8 @@ class Attach(Message):
     """tcp connections that a load uses to one node; 0: as many as are faster."""
     numa: bool = False
     """The mover runs on the NUMA node that this memory is on."""
+    copy_threads: int = 0
+    """Threads that copy large pages; 0: by the number of cores."""
 
 
 class Attached(Message):

@@ -161,6 +161,7 @@ class PoolClient:
             canary=self._canary.raw,
             strided=self.settings.share_across_tp,
             lanes=self.settings.lanes,
+            copy_threads=self.settings.copy_threads,
             numa=self.settings.numa == "auto",
         )
         fds = known_fds if use_memfd else []
@@ -395,8 +396,15 @@ class PoolClient:
                 raise MoverUnavailable("mover_down", "its mover did not start a moment ago")
             bounce = Bounce(role)
             own_user = own_user_only(self.settings)
-            lanes = self.settings.lanes
-            attach = p.Attach(self.settings.socket, os.getpid(), self.client, [bounce.region], own_user, lanes=lanes)
+            attach = p.Attach(
+                self.settings.socket,
+                os.getpid(),
+                self.client,
+                [bounce.region],
+                own_user,
+                lanes=self.settings.lanes,
+                copy_threads=self.settings.copy_threads,
+            )
             try:
                 self._bounce_movers[role].attach(attach, [bounce.fd], timeout_s=timeout_s)
             except BaseException:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.batch import Batch, Landing
+from hicache_mooncake.client.copies import Copies
 from hicache_mooncake.client.fetch import RemoteReads
 from hicache_mooncake.client.lanes import Lanes
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
@@ -56,15 +57,24 @@ _WAIT_SHARE = 0.5
 
 
 class Mover:
-    """Carries out batches. One thread, no locks."""
+    """Carries out batches. One thread, no locks; copies of large pages may have threads of their own."""
 
-    def __init__(self, memory: EngineMemory, link: NodeLink, engine_pid: int, lanes: int = 0, client: str = "") -> None:
-        """`lanes`: as the setting. `client`: as in Hello."""
+    def __init__(
+        self,
+        memory: EngineMemory,
+        link: NodeLink,
+        engine_pid: int,
+        lanes: int = 0,
+        client: str = "",
+        copy_threads: int = 0,
+    ) -> None:
+        """`lanes` and `copy_threads`: as the settings. `client`: as in Hello."""
         self.memory = memory
         self._link = link
         self._peers = Peers()
         self._lanes = Lanes(lanes)
         self._siblings = Siblings(client)
+        self._copies = Copies(copy_threads)
         # A child that the engine forks holds the engine's end of our socket open: its end alone does not tell that it is gone.
         self._engine_pid = engine_pid
         self._unsettled: list[p.Message] = []
@@ -79,6 +89,7 @@ class Mover:
         """Let go of everything but the link. A mover's process just ends."""
         self._peers.close()
         self._siblings.close()
+        self._copies.close()
         self.memory.close()
         if self._engine is not None:
             os.close(self._engine)
@@ -276,18 +287,23 @@ class Mover:
         """Pages that are here, as (page, offset, checksum): how many came whole, and the hashes of those that are damaged."""
         loaded = 0
         bad = bytearray()
-        for i, offset, checksum in local:
-            reads.poke()
+
+        def copy(page: tuple[int, int, int]) -> int | str:
+            """The checksum of what arrived, or why nothing did."""
+            i, offset, _ = page
             if time.monotonic() > deadline:
-                reasons["deadline"] += 1
-                continue
+                return "deadline"
             body = segment.view[offset : offset + batch.body_bytes]
             try:
-                arrived = self.memory.load(body, segment.address + offset, batch.addresses(i), batch.layout, batch.seed(i))
+                return self.memory.load(body, segment.address + offset, batch.addresses(i), batch.layout, batch.seed(i))
             except EngineMemoryError:
-                reasons["engine_memory"] += 1
-                continue
-            if arrived == checksum:
+                return "engine_memory"
+
+        for (i, _, checksum), arrived in zip(local, self._copies.each(copy, local, batch.layout), strict=True):
+            reads.poke()
+            if isinstance(arrived, str):
+                reasons[arrived] += 1
+            elif arrived == checksum:
                 ok[i] = 1
                 loaded += 1
             else:
@@ -419,23 +435,22 @@ class Mover:
         self, batch: Batch, segment: Mapping, places: list[tuple[int, int]], reasons: Counter[str], deadline: float
     ) -> tuple[bytes, list[int]]:
         """Pages as (page, offset), from the engine to the segment: which came whole, and the checksums."""
-        whole = bytearray()
-        checksums: list[int] = []
-        for i, offset in places:
-            checksum, good = 0, 0
+
+        def copy(page: tuple[int, int]) -> int | str:
+            """The checksum, or why there is nothing."""
+            i, offset = page
             if time.monotonic() > deadline:
-                reasons["deadline"] += 1
-            else:
-                body = segment.view[offset : offset + batch.body_bytes]
-                try:
-                    at = segment.address + offset
-                    checksum = self.memory.store(batch.addresses(i), batch.layout, body, at, batch.seed(i))
-                    good = 1
-                except EngineMemoryError:
-                    reasons["engine_memory"] += 1
-            whole.append(good)
-            checksums.append(checksum)
-        return bytes(whole), checksums
+                return "deadline"
+            body = segment.view[offset : offset + batch.body_bytes]
+            try:
+                return self.memory.store(batch.addresses(i), batch.layout, body, segment.address + offset, batch.seed(i))
+            except EngineMemoryError:
+                return "engine_memory"
+
+        copied = list(self._copies.each(copy, places, batch.layout))
+        reasons.update(why for why in copied if isinstance(why, str))
+        whole = bytes(not isinstance(checksum, str) for checksum in copied)
+        return whole, [0 if isinstance(checksum, str) else checksum for checksum in copied]
 
 
 def _in_parts(pages: list[int], body_bytes: int, shares: Sequence[float]) -> list[list[int]]:
@@ -499,7 +514,7 @@ def serve(sock: socket.socket, role: str) -> None:
                     return
                 if mover is None:
                     link = NodeLink(job.socket_path, role, job.client, own_user=job.own_user)
-                    mover = Mover(memory, link, job.engine_pid, job.lanes, job.client)
+                    mover = Mover(memory, link, job.engine_pid, job.lanes, job.client, job.copy_threads)
                 mover.memory = memory
                 mover.warm()
                 continue

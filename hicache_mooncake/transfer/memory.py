@@ -189,8 +189,17 @@ class _Receives(abc.ABC):
                 fill(source, wanted)
 
 
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Without the interpreter lock: several threads copy at once."""
+    if len(target) != len(source):
+        raise ValueError(f"{len(source)} bytes into {len(target)}")
+    here, there = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (target, source))
+    ctypes.memmove(here, there, len(source))
+
+
 class MappedMemory(_Receives):
-    """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors. Not thread-safe.
+    """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors. Not thread-safe, but for `store` and
+    `load` of pages without strided runs.
 
     Every checksum of a load is of bytes read back from engine memory after the copy, strided ones too. `former`: what was
     mapped before; its mappings of the same files are taken over, and the others closed.
@@ -261,7 +270,7 @@ class MappedMemory(_Receives):
         """Copy one part to the engine and give back what lies there now."""
         if not part.dims:
             there = self._view(addresses, part)
-            there[:] = source
+            _copy(there, source)
             return there
         pieces = self._pieces(addresses, part)
         pieces[...] = _packed(source, part)
@@ -284,7 +293,7 @@ class MappedMemory(_Receives):
             if part.dims:
                 _packed(body, part)[...] = self._pieces(addresses, part)
             else:
-                body[:] = self._view(addresses, part)
+                _copy(body, self._view(addresses, part))
             digest.update(body)
             at += part.size
         return digest.intdigest()
@@ -374,7 +383,7 @@ _MAX_IOV = 512
 
 class ForeignMemory(_Receives):
     """Memory of another process, by system call. Needs ptrace rights over it (same user, and Yama where it is on). Not
-    thread-safe.
+    thread-safe, but for `store` and `load` of pages without strided runs.
 
     The checksum of a load is of the body, read after it was copied: what was written cannot be read back for less than it cost.
     """
