@@ -8,14 +8,15 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 
-from hicache_mooncake.testing.fake_verbs import FakeCard, FakeFabric, FakeHost
+from hicache_mooncake.testing.fake_verbs import FakeCard, FakeFabric, FakeHost, FakeQp
 from hicache_mooncake.transfer.transport import Link, Pending, Piece, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs import rails
+from hicache_mooncake.transfer.verbs.api import VerbsError, Work
 from hicache_mooncake.transfer.verbs.link import VerbsLink
 from hicache_mooncake.transfer.verbs.transport import VerbsTransport
 
@@ -318,9 +319,6 @@ def test_close_ends_what_is_under_way_and_the_peers_writes(pair: Pair) -> None:
 
 
 def test_close_says_so_when_a_queue_pair_cannot_be_destroyed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hicache_mooncake.testing.fake_verbs import FakeQp
-    from hicache_mooncake.transfer.verbs.api import VerbsError
-
     def refuse(_qp: FakeQp) -> None:
         raise VerbsError("destroy a queue pair: device or resource busy", 16)
 
@@ -398,6 +396,32 @@ def test_a_small_batch_does_not_wait_for_a_huge_one(pair: Pair) -> None:
     small.wait()
     assert not huge.done
     huge.cancel()
+
+
+def test_a_device_that_is_done_at_once_keeps_nobody_out(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with Soft-RoCE, where works are carried out by whoever posts them: there is always another completion."""
+
+    def at_once(card: FakeCard, qp: FakeQp, works: Sequence[Work]) -> int:
+        for work in works:
+            qp.outstanding.append(work)
+            status = card._carry_out(qp, work)
+            if status is not None:
+                qp.complete(work, status)
+        return 0
+
+    monkeypatch.setattr(FakeCard, "begin", at_once)
+    left, right = pair.left.memory.address, pair.right.memory.address
+    endless = [
+        pair.left.link.submit("write", [Piece(left, right, SIZE)] * 100_000, time.monotonic() + LONG),
+        pair.left.link.submit("read", [Piece(left, right, SIZE)] * 100_000, time.monotonic() + LONG),
+    ]
+    for i in range(20):
+        pair.left.link.submit("write", [Piece(left + i, right + i, 1000)], time.monotonic() + LONG).wait()
+        pair.left.link.notify(b"x", time.monotonic() + LONG)
+    endless[0].cancel()
+    assert not endless[1].done, "800 GB in no time"
+    pair.left.link.close()
+    assert reason_of(endless[1]) == "closed"
 
 
 def test_bytes_in_flight_are_bounded(fabric: FakeFabric) -> None:

@@ -18,6 +18,7 @@ from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Extents, Link,
 from hicache_mooncake.transfer.verbs import handshake
 from hicache_mooncake.transfer.verbs.api import Device, Status, VerbsError
 from hicache_mooncake.transfer.verbs.channel import Channel
+from hicache_mooncake.transfer.verbs.fair_lock import FairLock
 from hicache_mooncake.transfer.verbs.handshake import check_rail, remote_qp, short
 from hicache_mooncake.transfer.verbs.progress import Progress
 from hicache_mooncake.transfer.verbs.rails import ANSWER_S, Loss, Port, Rail, Rails, State, pairs
@@ -33,6 +34,8 @@ TURN_BYTES = 4 << 20
 """Of a batch, before the next one has its turn: more than over sockets, since these move faster and cost as much."""
 POLL_S = 30e-6
 """After a completion the next one is polled for so long before the thread sleeps: an event costs about as much."""
+COLLECT_S = 1e-3
+"""Of completions of one rail at a time, before others have their turn."""
 LOOK_S = 1.0
 """How often batches that nobody waits for are looked at."""
 MAX_UNSENT = 1 << 20
@@ -51,7 +54,7 @@ class LocalPort:
 class Owner(Protocol):
     """The transport, as its links see it."""
 
-    lock: threading.RLock
+    lock: FairLock
     """Of all its links: what they do under it never waits for a peer."""
     progress: Progress
     extents: Extents
@@ -79,7 +82,7 @@ class VerbsLink(Link):
         self._channel = Channel(channel, owner.progress, self._on_channel)
         self._connected = connected
         self._lock = owner.lock
-        self._changed = threading.Condition(owner.lock)
+        self._changed = threading.Condition(owner.lock)  # type: ignore[arg-type]
         self._batches = Batches(max_in_flight, self._hurry, turn_bytes=TURN_BYTES)
         self._inbox = Inbox()
         self._remote = Extents()
@@ -91,6 +94,8 @@ class VerbsLink(Link):
         self._open = False
         self._error: TransportError | None = None
         self._hurried = False
+        self._busy: dict[int, Rail] = {}
+        """Rails of which more has been completed than was collected, by number."""
         self._look_at = 0.0
         self.name = self._channel.peer
 
@@ -196,12 +201,17 @@ class VerbsLink(Link):
             if self._hurried:
                 self._hurried = False
                 self._fence()
+            busy, self._busy = list(self._busy.values()), {}
+            for rail in busy:
+                self._collect_some(rail)
             if self._open and self._rails.silent(now):
                 raise TransportError("peer", f"{self.name} has not answered for {ANSWER_S:.0f} s, and no rail is up")
             self._advance()
         except TransportError as error:
             self._fail(error)
             return None
+        if self._busy:
+            return now
         due = self._rails.next_due() if self._connected else None
         return self._look_at if due is None else min(due, self._look_at)
 
@@ -434,28 +444,43 @@ class VerbsLink(Link):
             try:
                 queue.cq.ack()
                 queue.armed = False
-                self._collect(rail, queue)
             except VerbsError as error:
                 self._lose(rail, Loss.FAILED, f"completions: {error.reason}", gone=False)
+            self._collect_some(rail)
             if self._error is None:
                 self._advance()
 
+    def _collect_some(self, rail: Rail) -> None:
+        queue = self._traffic.queues.get(rail.index)
+        if queue is not None and rail.state is State.UP:
+            try:
+                self._collect(rail, queue)
+            except VerbsError as error:
+                self._lose(rail, Loss.FAILED, f"completions: {error.reason}", gone=False)
+
     def _collect(self, rail: Rail, queue: Queue) -> None:
-        until = time.monotonic() + POLL_S
+        """Goes on while completions come, and not for long: others want the lock, and other rails have completions, too."""
+        begun = now = time.monotonic()
+        until = now + POLL_S
         while self._traffic.queues.get(rail.index) is queue:
-            some, failure, guilty = self._traffic.collect(rail, time.monotonic())
+            some, failure, guilty = self._traffic.collect(rail, now)
             if failure is not None:
                 blame = "peer" if failure.status == Status.RETRY_EXC_ERR else "device"
                 self._lose(rail, Loss.FENCED if guilty else Loss.FAILED, failure.status_text, gone=False, blame=blame)
                 if self._error is None and self._traffic.over:
                     self._fence()
                 return
+            now = time.monotonic()
             if some:
                 self._pump()
-                until = time.monotonic() + POLL_S
+                until = now + POLL_S
+                if now > begun + COLLECT_S:
+                    self._busy[rail.index] = rail
+                    self._owner.progress.wake()
+                    return
             elif queue.idle or queue.armed:
                 return
-            elif time.monotonic() >= until:
+            elif now >= until:
                 queue.arm()
 
     # ------------------------------------------------------------------ the end

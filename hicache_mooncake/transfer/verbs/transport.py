@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -18,6 +17,7 @@ from hicache_mooncake.transfer import gids, topology
 from hicache_mooncake.transfer.transport import Extents, Link, Transport, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs.api import Binding, BindingUnavailable, Device, DeviceInfo, VerbsError
 from hicache_mooncake.transfer.verbs.bindings import load_binding
+from hicache_mooncake.transfer.verbs.fair_lock import FairLock
 from hicache_mooncake.transfer.verbs.handshake import MAX_PORTS
 from hicache_mooncake.transfer.verbs.link import LocalPort, VerbsLink
 from hicache_mooncake.transfer.verbs.nearness import Nearness
@@ -43,7 +43,7 @@ class VerbsTransport(Transport):
         """`binding`: not the one that the options name. `host`: another one than this."""
         self._options = options
         self._binding = binding or _load(options.verbs_binding)
-        self.lock = threading.RLock()
+        self.lock = FairLock()
         self.extents = Extents()
         self._devices: dict[str, Device] = {}
         self._registrations: dict[int, Registration] = {}
@@ -166,9 +166,14 @@ class VerbsTransport(Transport):
 
     def _turn(self) -> float | None:
         with self.lock:
-            now = time.monotonic()
-            times = [at for link in list(self._links) if (at := link.tick(now)) is not None]
-        return min(times) - time.monotonic() if times else None
+            links = list(self._links)
+        first: float | None = None
+        for link in links:
+            with self.lock:  # not for all at once: others want it, too
+                at = link.tick(time.monotonic())
+            if at is not None and (first is None or at < first):
+                first = at
+        return None if first is None else first - time.monotonic()
 
     def _check_open(self) -> None:
         if self._closed:
