@@ -83,7 +83,7 @@ def _skip(source: Callable[[list[memoryview]], int], count: int) -> None:
 
 def test_strangers_who_prove_nothing_take_no_place_of_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_server, "_MAX_UNPROVEN", 3)
-    monkeypatch.setattr(data_server, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(data_server, "HANDSHAKE_S", 4.0)
     ClusterKey.generate().save(str(tmp_path / "key"))
     options = {"socket": str(tmp_path / "node.sock"), "dram": "16MiB", "listen": "127.0.0.1:0", "metrics": "", "name": "n"}
     node = Node(load_settings({}, {}, options | {"key_file": str(tmp_path / "key")})[0])
@@ -92,7 +92,7 @@ def test_strangers_who_prove_nothing_take_no_place_of_members(tmp_path: Path, mo
     peer = p.Peer("n", node.incarnation, host, int(port))
 
     def member() -> tcp.PeerConnection:
-        return tcp.PeerConnection(peer, time.monotonic() + 10, node.data_key, "r")
+        return tcp.PeerConnection(peer, time.monotonic() + 60, node.data_key, "r")
 
     try:
         with contextlib.closing(member()) as connection, contextlib.ExitStack() as strangers:
@@ -103,7 +103,7 @@ def test_strangers_who_prove_nothing_take_no_place_of_members(tmp_path: Path, mo
                 member()
             connection.request(p.Fetch(2, "r", NS, page_hash(1), 64, 1), time.monotonic() + 10)
             assert connection.reply(time.monotonic() + 10).status == bytes([p.MISS])
-            wait_until(lambda: node.data.report()["remote_readers"] == 1, 10, "strangers are gone")
+            wait_until(lambda: node.data.report()["remote_readers"] == 1, 60, "strangers are gone")
             member().close()
     finally:
         node.stop()

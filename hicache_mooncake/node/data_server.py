@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -26,6 +26,7 @@ from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.security import HANDSHAKE_S
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.memory import fill
 from hicache_mooncake.transfer.tls import DataSocket, Tls, TlsSocket
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ _LINK_SEND_S = 5.0
 _IDLE_S = 600.0
 _STOP_S = 2.0
 _CHUNK = 256 << 10
+_MAX_TOGETHER = 512
+"""Bodies that are received by one call."""
 
 
 class Holder(Protocol):
@@ -249,10 +252,9 @@ class DataServer:
                 tcp.send_message(sock, taking.reply)
                 if not taking.offsets:
                     return
-                whole = bytearray()
-                for offset, checksum, seed in _expected(push, taking):
-                    body = node.segment.view[offset : offset + push.length]
-                    whole.append(_receive(sock, body, seed, deadline) == checksum)
+                places = [(offset, seed) for offset, _, seed in _expected(push, taking)]
+                came = _receive(tcp.receiver(sock, deadline), node.segment.view, places, push.length)
+                whole = bytearray(arrived == checksum for arrived, checksum in zip(came, taking.checksums, strict=True))
             if 0 in whole:
                 text = f"{whole.count(0)} of {len(whole)} pages that node {push.requester} pushed had a wrong checksum"
                 self._quiet(logging.ERROR, "push checksum", text)
@@ -304,23 +306,21 @@ def _expected(push: p.Push, taking: Taking) -> Iterator[tuple[int, int, int]]:
         yield offset, checksum, checksum_seed(push.namespace, taking.hashes[at : at + p.HASH_BYTES])
 
 
-def _receive(sock: DataSocket, body: memoryview, seed: int, deadline: float) -> int:
-    """Fill `body`, and return its xxh3-64 as it has arrived."""
-    digest = xxhash.xxh3_64(seed=seed)
-    for at in range(0, len(body), _CHUNK):
-        chunk = body[at : at + _CHUNK]
-        rest = chunk
-        while rest:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("peer pushes too slowly")
-            tcp.set_timeouts(sock, left)
-            try:
-                got = sock.recv_into(rest, 0, socket.MSG_WAITALL)
-            except BlockingIOError as error:
-                raise TimeoutError("peer stopped pushing") from error
-            if not got:
-                raise ConnectionError("peer closed the connection in mid-body")
-            rest = rest[got:]
-        digest.update(chunk)
-    return digest.intdigest()
+def _receive(receive: tcp.Receive, segment: memoryview, places: Sequence[tuple[int, int]], length: int) -> Iterator[int]:
+    """Fill bodies of `length` bytes, as (offset, seed of the checksum), and yield xxh3-64 of each as it has arrived. Small ones
+    share a system call, as long as they stay in the cache for their checksum."""
+    together = max(1, min(_CHUNK // length, _MAX_TOGETHER))
+    for first in range(0, len(places), together):
+        group = places[first : first + together]
+        bodies = [segment[offset : offset + length] for offset, _ in group]
+        if len(bodies) > 1:
+            fill(receive, bodies)
+            for body, (_, seed) in zip(bodies, group, strict=True):
+                yield xxhash.xxh3_64_intdigest(body, seed)
+            continue
+        digest = xxhash.xxh3_64(seed=group[0][1])
+        for at in range(0, length, _CHUNK):
+            chunk = bodies[0][at : at + _CHUNK]
+            fill(receive, [chunk])
+            digest.update(chunk)
+        yield digest.intdigest()

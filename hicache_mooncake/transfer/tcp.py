@@ -164,6 +164,30 @@ def send_bodies(sock: DataSocket, bodies: Sequence[memoryview], deadline: float)
             queue[first] = queue[first][sent:]
 
 
+Receive = Callable[[list[memoryview]], int]
+"""Fills buffers with what comes, until they are full or the peer has closed; says how many bytes."""
+
+
+def receiver(sock: DataSocket, deadline: float) -> Receive:
+    """Receives pieces of bodies; each wait ends at the deadline with TimeoutError."""
+    bound_at = 0.0
+
+    def receive(views: list[memoryview]) -> int:
+        nonlocal bound_at
+        now = time.monotonic()
+        if now - bound_at > _REBOUND_S or now > deadline:
+            _bound(sock, deadline)
+            bound_at = now
+        try:
+            if len(views) == 1:
+                return sock.recv_into(views[0], 0, socket.MSG_WAITALL)
+            return sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError as error:
+            raise TimeoutError("peer stopped sending") from error
+
+    return receive
+
+
 def accept_proof(sock: DataSocket, data_key: bytes, name: str, deadline: float) -> str:
     """The listening side, first of all on a new connection: who has connected, once proved to be of this cluster.
 
@@ -277,24 +301,9 @@ class PeerConnection:
     def _bound(self, deadline: float) -> None:
         _bound(self.sock, deadline)
 
-    def source(self, deadline: float) -> Callable[[list[memoryview]], int]:
+    def source(self, deadline: float) -> Receive:
         """Receives pieces of bodies; each wait ends at the deadline with TimeoutError."""
-        bound_at = 0.0
-
-        def receive(views: list[memoryview]) -> int:
-            nonlocal bound_at
-            now = time.monotonic()
-            if now - bound_at > _REBOUND_S or now > deadline:
-                self._bound(deadline)
-                bound_at = now
-            try:
-                if len(views) == 1:
-                    return self.sock.recv_into(views[0], 0, socket.MSG_WAITALL)
-                return self.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError as error:
-                raise TimeoutError("peer stopped sending") from error
-
-        return receive
+        return receiver(self.sock, deadline)
 
     @property
     def buffered(self) -> bool:
