@@ -19,6 +19,7 @@ FORMAT = 1
 """Version of the stored form (body order, framing of this digest). Another value never shares a page with this one."""
 
 _HEX64 = re.compile(r"[0-9a-f]{64}\Z")
+_SEEDS = struct.Struct(f"<Q{HASH_BYTES - 8}s")
 _HEX_RUN = re.compile(r"[0-9a-f]*\Z")
 
 
@@ -132,3 +133,9 @@ def checksum_seed(namespace: bytes, page_hash: bytes) -> int:
     """Seed of a page's xxh3-64: its identity. Bytes of another page, however whole, then fail the checksum, so no mix-up on
     the way (a slot, a connection, an answer that belongs to another request) can deliver one page as another."""
     return int.from_bytes(namespace[:8], "little") ^ int.from_bytes(page_hash[:8], "little")
+
+
+def checksum_seeds(namespace: bytes, hashes: bytes) -> list[int]:
+    """The same for each hash of a blob, for less."""
+    of_all = int.from_bytes(namespace[:8], "little")
+    return [of_all ^ first for first, _ in _SEEDS.iter_unpack(hashes)]

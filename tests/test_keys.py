@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_mooncake.keys import Namespace, pack_hashes
+from hicache_mooncake.keys import Namespace, checksum_seed, checksum_seeds, pack_hashes
 from tests.conftest import environment
 
 BASE = Namespace(model="m", family="MHATokenToKVPoolHost", dtype="torch.bfloat16", layout="page_first", page_size=64, layers=32,
@@ -91,3 +91,8 @@ def test_a_key_that_is_not_a_page_hash_is_named_and_disturbs_nobody(key: str) ->
 
 def test_two_bad_keys_whose_lengths_add_up_are_both_bad() -> None:
     assert pack_hashes(["ab" * 31, "ab" * 33])[1] == [0, 1]
+
+
+@given(namespace=st.binary(min_size=16, max_size=16), hashes=st.lists(st.binary(min_size=32, max_size=32), max_size=20))
+def test_the_seeds_of_a_blob_are_those_of_its_pages(namespace: bytes, hashes: list[bytes]) -> None:
+    assert checksum_seeds(namespace, b"".join(hashes)) == [checksum_seed(namespace, page) for page in hashes]

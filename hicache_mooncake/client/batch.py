@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.keys import checksum_seed
+from hicache_mooncake.keys import checksum_seeds
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.transfer.memory import BodyLayout
 
@@ -38,6 +38,8 @@ class Batch:
         if not 0 < self.body_bytes <= _MAX_BODY_BYTES:
             raise p.ProtocolError(f"page bodies of {self.body_bytes} bytes")
         self.layout = BodyLayout(job.runs)
+        self._places = [(run.address, run.stride) for run in job.runs]
+        self._seeds = checksum_seeds(job.namespace, job.hashes)
         self._pages = array("q", job.pages)
         self._addresses = array("q", job.addresses)
         expected = self.count * len(job.runs) if job.addresses else self.count
@@ -47,14 +49,14 @@ class Batch:
             )
 
     def seed(self, i: int) -> int:
-        return checksum_seed(self.job.namespace, self.job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES])
+        return self._seeds[i]
 
     def addresses(self, i: int) -> Sequence[int]:
         if self._addresses:
             runs = len(self.job.runs)
             return self._addresses[i * runs : (i + 1) * runs]
         page = self._pages[i]
-        return [run.address + page * run.stride for run in self.job.runs]
+        return [address + page * stride for address, stride in self._places]
 
 
 def _check_run(run: p.Run) -> None:
