@@ -21,6 +21,7 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.node.core import NodeCore, Served, Taking
 from hicache_mooncake.node.links import Links
+from hicache_mooncake.node.rooms import Rooms
 from hicache_mooncake.node.sending import Sent
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.security import HANDSHAKE_S
@@ -55,6 +56,7 @@ class Holder(Protocol):
     """Held around every call of the core."""
     segment: Mapping
     links: Links
+    rooms: Rooms
     data_key: bytes
     """What proves membership; empty: nothing does."""
     tls: Tls | None
@@ -282,7 +284,7 @@ class DataServer:
             said_whole = wrote.ok
         finally:
             if not said_whole and not node.links.fence(push.link, "pages that were given over it did not come whole"):
-                node.links.strand(owner, taking.txn)
+                node.rooms.strand(owner, taking.txn)
         if not said_whole:
             return bytearray(len(taking.offsets))
         whole = bytearray()

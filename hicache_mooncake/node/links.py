@@ -1,10 +1,8 @@
-"""This node's links to other nodes: makes and ends them, lends room that they write to, and fences it before it is used again.
+"""This node's links to other nodes: makes them, writes over them, and ends them.
 
 A link is made on a thread of its own when a rank of this host first reads from the other node, over a connection to that node's
-data port; until it stands, and whenever it does not, pages come by tcp. Either side writes over it. All decisions are made in
-`link_book`, `landing` and `window`; here are the threads, the sockets and the transport.
-
-Lock order: `_lock` before the node's; neither is held while a link is made, ended or written to."""
+data port; until it stands, and whenever it does not, pages come by tcp. Either side writes over it. Which ones there are to be
+is decided in `link_book`, what others write to is in `rooms`; here are the threads, the sockets and the transport."""
 
 from __future__ import annotations
 
@@ -16,20 +14,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
-
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings
-from hicache_mooncake.node.allocator import blocks_of
-from hicache_mooncake.node.core import NodeCore
-from hicache_mooncake.node.landing import Landing, Landings
 from hicache_mooncake.node.link_book import REFUSED_S, UNKNOWN_S, LinkBook, State
 from hicache_mooncake.node.sending import Sent, Way, pieces_of, write
-from hicache_mooncake.node.window import Window
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping
@@ -44,8 +36,6 @@ _MAKE_S = 5.0
 _READY_S = 2.0
 """Who asks for a link while this node still registers its segment waits so long."""
 _LOOK_S = 0.2
-_SHARE = 8
-"""This part of the segment, at most, is lent to links at a time."""
 _MAX_PEERS_SHOWN = 64
 _MAX_LINK_MESSAGE = 4 << 20
 """Of Linked: a token names every memory region of a large segment on every device."""
@@ -57,8 +47,6 @@ class Linking(Protocol):
     name: str
     incarnation: bytes
     settings: Settings
-    core: NodeCore
-    lock: threading.Lock
     segment: Mapping
     segment_fd: int
     data_key: bytes
@@ -104,11 +92,8 @@ class Links:
         self._token = b""
         self._why_not = "" if self._scheme else "tls_cert: links are not encrypted" if settings.tls_cert else "transport=tcp"
         self._lock = threading.Lock()
-        self._settled = threading.Condition(self._lock)
-        """Notified when a landing has ended."""
+        """Not held while a link is made, ended or written to."""
         self._book = LinkBook(random.Random())
-        self._landings = Landings(node.core.store.allocator.capacity // _SHARE)
-        self._window = Window(settings.max_in_flight)
         self._held: dict[int, _Held] = {}
         self._ready = threading.Event()
         """The transport is there, or it is known that there is none."""
@@ -116,7 +101,10 @@ class Links:
         self._stopped = False
         self._quiet = QuietLog(log)
         self._made = self._failed = self._fences = self._unfenced = 0
-        self._sent_bytes = self._received_bytes = self._claims_stranded_bytes = 0
+        self._sent_bytes = self._received_bytes = 0
+        self._given_up = False
+        self.looked: Callable[[], None] = lambda: None
+        """Called some times a second while there is a transport; set it before `start`."""
         self.unfenced = False
         """After `stop`: something may still write to the segment, which must stay where it is."""
 
@@ -176,23 +164,25 @@ class Links:
         log.info("links to other nodes are made by %s", self._scheme)
 
     def _look(self) -> None:
-        """Ends what is dead, idle, or waited for too long."""
+        """Ends what is dead or idle."""
         now = time.monotonic()
         with self._lock:
             up = [(link_id, held) for link_id, held in self._held.items() if held.fenced is None]
             idle = self._book.idle(now)
-            expired = [(each, self._landings.begin_end(each)) for each in self._landings.expired(now)]
         for link_id, held in up:
             if not held.way.link.alive:
                 self.fence(link_id, "it has died")
         for link_id in idle:
             self.fence(link_id, "nobody used it")
-        for landing, fence in expired:
-            if fence is not None:
-                self._end(landing, fence)
         with self._lock:
             for link_id in self._book.forget():
                 self._held.pop(link_id, None)
+        self.looked()
+
+    @property
+    def possible(self) -> bool:
+        """There is a transport that links are made by."""
+        return self._transport is not None
 
     # ------------------------------------------------------------------ making links
 
@@ -203,7 +193,7 @@ class Links:
             return 0
         now = time.monotonic()
         with self._lock:
-            if not self._usable():
+            if self._stopped or self._given_up:
                 return 0
             found = self._book.link_to(peer.node, peer.incarnation, now)
             if found:
@@ -217,10 +207,6 @@ class Links:
             with self._lock:
                 self._book.down(link_id, now, str(error))
         return 0
-
-    def _usable(self) -> bool:
-        """Not when links have cost so much of the segment that the next ones may cost the rest."""
-        return not self._stopped and self._stranded() <= self._landings.most_bytes // 2
 
     def _make(self, peer: p.Peer, link_id: int) -> None:
         at_least_s = 0.0
@@ -369,134 +355,13 @@ class Links:
         self._quiet(logging.INFO, f"end {node}", f"the {self._scheme} link to node {node} has been ended: {why}")
         return fenced
 
-    # ------------------------------------------------------------------ what comes: room for a mover's pages
-
-    def land(self, owner: int, asked: p.Locate, located: p.Located) -> p.Located:
-        """Say over which links pages of this answer may come, and where to. They are the owner's until `landed`."""
-        if self._transport is None or not asked.links or not located.peers:
-            return located
-        pages: dict[int, list[int]] = {}
-        claims: dict[int, list[tuple[int, int]]] = {}
-        room = iter(located.room)
-        for key, (status, where) in enumerate(zip(located.status, located.where, strict=True)):
-            if status == p.REMOTE and not located.peers[where].socket:  # a neighbour's segment can be mapped
-                pages.setdefault(where, []).append(key)
-            elif status == p.FETCH:
-                claims.setdefault(where, []).append((key, next(room)))
-        links = [self.link_to(peer) if index in pages or index in claims else 0 for index, peer in enumerate(located.peers)]
-        if not any(links):
-            return located
-        return self._lend(owner, asked.length, located, links, pages, claims)
-
-    def _lend(
-        self,
-        owner: int,
-        length: int,
-        located: p.Located,
-        links: list[int],
-        pages: dict[int, list[int]],
-        claims: dict[int, list[tuple[int, int]]],
-    ) -> p.Located:
-        now, size = time.monotonic(), blocks_of(length)
-        places = [-1] * len(located.status)
-        lent: dict[int, list[int]] = {}
-        nodes: dict[int, str] = {}
-        claimed: list[int] = []
+    def give_up(self, why: str) -> None:
+        """Links do more harm than good: none is used any more before the node starts anew."""
         with self._lock:
-            if not self._landings.may_open(owner):
-                return located
-            left = self._landings.room_for(owner, size)
-            for index, link in enumerate(links):
-                if not link or not self._book.use(link, now):
-                    links[index] = 0
-                    continue
-                node = located.peers[index].node
-                keys = pages.get(index, [])
-                granted = self._window.take(node, owner, size, min(len(keys), left), now) if keys and left else 0
-                with self._node.lock:
-                    offsets = self._node.core.store.lend(length, granted)
-                self._window.give_back(node, owner, size, granted - len(offsets))
-                left -= len(offsets)
-                for key, offset in [*zip(keys, offsets, strict=False), *claims.get(index, [])]:
-                    places[key] = offset
-                if index in claims:
-                    claimed.append(link)
-                if offsets:
-                    lent[link], nodes[link] = offsets, node
-                elif index not in claims:
-                    self._book.unuse(link)
-                    links[index] = 0
-            if not any(links):
-                return located
-            landing = self._landings.open(owner, size, lent, nodes, now, txn=located.txn, claimed=claimed)
-        return msgspec.structs.replace(located, links=links, landing=landing.id, places=places)
+            self._given_up = True
+            self._why_not = why
 
-    def landed(self, owner: int, message: p.Landed) -> None:
-        """The mover is done. Returns when the room has gone back, after the fence of what is not quiet."""
-        with self._lock:
-            self._received_bytes += max(0, message.received)
-            landing = self._landings.find(owner, message.landing)
-            fence = self._landings.begin_end(landing, message.quiet) if landing is not None else None
-        if landing is not None and fence is not None:
-            self._end(landing, fence)
-
-    def settle(self, owner: int, txn: int) -> None:
-        """The room of this transaction is about to be stored or freed: nothing may be under way to it."""
-        with self._lock:
-            landing = self._landings.of_txn(owner, txn)
-        if landing is not None:
-            self._settle(landing)
-
-    def settle_owner(self, owner: int) -> None:
-        """The same of all that this owner has: its connection has ended."""
-        with self._lock:
-            landings = self._landings.of_owner(owner)
-        for landing in landings:
-            self._settle(landing)
-
-    def _settle(self, landing: Landing) -> None:
-        with self._lock:
-            fence = self._landings.begin_end(landing)
-            if fence is None:
-                self._settled.wait_for(lambda: self._landings.find(landing.owner, landing.id) is None)
-                return
-        self._end(landing, fence)
-
-    def _end(self, landing: Landing, fence: set[int]) -> None:
-        """Fence these links, and give the room back."""
-        refused = {link for link in fence if not self.fence(link, "a load over it did not come to its end")}
-        stranded = 0
-        with self._lock, self._node.lock:
-            if refused & landing.claimed:
-                stranded = self._node.core.strand(landing.owner, landing.txn)
-            self._claims_stranded_bytes += stranded
-            ended = self._landings.ended(landing, refused)
-            self._node.core.store.take_back(ended.free)
-            for link, node in landing.nodes.items():
-                self._window.give_back(node, landing.owner, landing.length, len(landing.places[link]))
-            for link in landing.links:
-                self._book.unuse(link)
-            self._settled.notify_all()
-        if stranded or ended.stranded:
-            self._tell_stranded()
-
-    def strand(self, owner: int, txn: int) -> None:
-        """The same of pushed pages, whose link could not be ended."""
-        with self._lock, self._node.lock:
-            self._claims_stranded_bytes += self._node.core.strand(owner, txn)
-        self._tell_stranded()
-
-    def _tell_stranded(self) -> None:
-        text = (
-            f"{self._stranded()} bytes of the segment are not used any more until this node is started anew: links over "
-            f"{self._scheme} could not be ended, and may still write there"
-        )
-        self._quiet(logging.WARNING, "stranded", text)
-
-    def _stranded(self) -> int:
-        return self._landings.stranded_bytes + self._claims_stranded_bytes
-
-    # ------------------------------------------------------------------ what goes
+    # ------------------------------------------------------------------ what goes over them
 
     def send(
         self, link_id: int, peer: str, offsets: Sequence[int], places: Sequence[int], length: int, deadline: float
@@ -523,7 +388,7 @@ class Links:
         that is up."""
         with self._lock:
             entry = self._book.find(link_id)
-            known = entry is not None and entry.node == peer and self._usable()
+            known = entry is not None and entry.node == peer and not self._given_up
             return known and self._book.use(link_id, time.monotonic())
 
     def done(self, link_id: int) -> None:
@@ -531,7 +396,7 @@ class Links:
             self._book.unuse(link_id)
 
     def received(self, size: int) -> None:
-        """Bytes of pushed pages that came over a link."""
+        """Bytes of pages that came over links, whole."""
         with self._lock:
             self._received_bytes += size
 
@@ -550,8 +415,6 @@ class Links:
                 "link_fences_failed": self._unfenced,
                 "link_sent_bytes": self._sent_bytes,
                 "link_received_bytes": self._received_bytes,
-                "landing_bytes": self._landings.lent_bytes - self._landings.stranded_bytes,
-                "quarantined_bytes": self._stranded(),
             }
             for view in self._book.views(_MAX_PEERS_SHOWN):
                 how = f"{self._scheme} {view.state}"

@@ -35,6 +35,7 @@ from hicache_mooncake.node.links import Links
 from hicache_mooncake.node.master_link import JoinFacts, MasterLink, Usage
 from hicache_mooncake.node.metrics import NodeMetrics
 from hicache_mooncake.node.rank_server import RankServer
+from hicache_mooncake.node.rooms import Rooms
 from hicache_mooncake.node.store import Store
 from hicache_mooncake.observe import Observatory
 from hicache_mooncake.quiet import QuietLog
@@ -109,6 +110,8 @@ class Node:
         self.tls: Tls | None = None
         self.ranks = RankServer(self, settings.socket)
         self.links = Links(self)
+        self.rooms = Rooms(self, settings.max_in_flight)
+        self.links.looked = self.rooms.expire
         self.giver = Giver(self)
         self.started_at = time.monotonic()
         self._joined_at = self.started_at
@@ -265,7 +268,7 @@ class Node:
         return answer, [self.segment_fd] if moves else []
 
     def gone(self, owner: int) -> None:
-        self.links.settle_owner(owner)
+        self.rooms.settle_owner(owner)
         with self.lock:
             self.core.drop_owner(owner)
             self._unclaimed.notify_all()
@@ -278,12 +281,12 @@ class Node:
                 cluster = self.link.cluster_status(LOOKUP_TIMEOUT_S)
                 return p.AdminReport(self.report(), cluster.nodes if cluster is not None else [])
             case p.Landed():
-                self.links.landed(owner, message)
+                self.rooms.landed(owner, message)
                 return None
             case p.Locate() if message.wait_s > 0:
                 self._wait_for_claims(message)
             case p.Commit():
-                self.links.settle(owner, message.txn)
+                self.rooms.settle(owner, message.txn)
         answer = self._drive(self.core.handle(owner, message, time.monotonic()))
         with contextlib.suppress(IndexError):  # another thread may be quicker
             while self._to_say:
@@ -291,7 +294,7 @@ class Node:
         match message:
             case p.Locate():
                 assert isinstance(answer, p.Located)
-                return self.links.land(owner, message, answer)
+                return self.rooms.land(owner, message, answer)
             case p.Commit():
                 with self.lock:
                     self._unclaimed.notify_all()
@@ -455,6 +458,7 @@ class Node:
             report |= self.core.report(now)
         report.update(self.ranks.report())
         report.update(self.data.report())
+        report.update(self.rooms.report())
         report.update(self.links.report())
         return report
 
