@@ -76,14 +76,14 @@ class FaultyBatch(Pending):
 
     @property
     def done(self) -> bool:
-        if self._inner is None or self._faults.done_too_early:
+        if self._inner is None:
             return True
         return self._inner.done
 
     def wait(self) -> None:
         if self._spoiled:
             raise TransportError("cancelled", "it was done before")
-        if self._inner is None or self._faults.done_too_early:
+        if self._inner is None:
             return
         try:
             self._inner.wait()
@@ -144,6 +144,9 @@ class FaultyLink(Link):
                 return FaultyBatch(self, self._inner.submit(op, moved, deadline), moved)
             except TransportError:
                 return FaultyBatch(self, None, moved)
+        if faults.done_too_early:
+            self.transport.start(lambda: self._submit_later(op, moved))
+            return FaultyBatch(self, None, moved)
         if faults.one_batch_at_a_time and self._last is not None:
             with contextlib.suppress(TransportError):
                 self._last.wait()
@@ -158,6 +161,11 @@ class FaultyLink(Link):
         self._last = inner
         self._local = next((piece.local for piece in moved if piece.length), 0)
         return FaultyBatch(self, inner, moved)
+
+    def _submit_later(self, op: Op, pieces: Sequence[Piece]) -> None:
+        self.transport.over.wait(0.2)
+        with contextlib.suppress(TransportError):
+            self._inner.submit(op, pieces, time.monotonic() + 20).wait()
 
     def notify(self, message: bytes, deadline: float) -> None:
         if self.faults.long_notices:
