@@ -73,6 +73,7 @@ class Bounce:
     def __init__(self, role: str) -> None:
         self.fd = create_memfd(f"hicache-mooncake-{role}", _BOUNCE_BYTES)
         self.mapping = SharedMapping(self.fd, _BOUNCE_BYTES, writable=True)
+        self.mapping.populate_in_background()
         self.region = p.Region(self.mapping.address, _BOUNCE_BYTES, 0)
 
     def slots(self, body_bytes: int) -> tuple[int, p.Run]:
@@ -384,7 +385,7 @@ class PoolClient:
     def _warm_bounces(self) -> None:
         """Have the copy buffers and their movers before the first call, which has no time for it. One that does not start now
         is tried again by a call."""
-        for role, lock in self._bounce_locks.items():
+        for role, lock in self._bounce_locks.items() if self.enabled else ():
             with lock, contextlib.suppress(MoverUnavailable, OSError):
                 self._bounce(role, START_S)
 
