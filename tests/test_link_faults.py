@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 
 import pytest
 
+from hicache_mooncake import protocol as p
+from hicache_mooncake.node.service import Node
+from hicache_mooncake.transfer import tcp
 from tests.conftest import wait_until
-from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, Linked, MakePair, faults, figure, nothing_lent, pair
+from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, Linked, MakePair, faults, figure, names, nothing_lent, pair
 from tests.memory_transport import Faults, opener
 
 __all__ = ["faults", "pair"]
@@ -178,3 +182,26 @@ def test_links_that_die_at_once_are_made_ever_more_seldom(pair: MakePair, faults
     assert faults.links // 2 <= 5, f"links made during {loads} loads"
     faults.stillborn = False
     both.link_up(reader, pages)
+
+
+def test_a_giver_that_breaks_off_after_it_was_given_places_costs_its_link_and_no_room(pair: MakePair, faults: Faults) -> None:
+    """It may be writing still: the link is ended before the room is free."""
+    linked = Linked(pair(opener(faults)), faults)
+    used, fences = figure(linked.b, "used_bytes"), figure(linked.b, "link_fences")
+    link = linked.b.links.link_to(peer_of(linked.a))
+    assert link
+    with contextlib.closing(tcp.PeerConnection(peer_of(linked.b), time.monotonic() + LONG_S)) as connection:
+        pages = names("given", "also given")
+        push = p.Push(p.PROTOCOL_MAX, "a", NS, NS, b"".join(pages), PAGE, [1, 2], link=link)
+        tcp.send_message(connection.sock, push)
+        reply = tcp.receive_message(connection.sock, p.decoder(p.FromData), time.monotonic() + LONG_S)
+        assert isinstance(reply, p.PushReply)
+        assert len(reply.places) == 2
+        assert figure(linked.b, "used_bytes") == used + 2 * PAGE
+    wait_until(lambda: figure(linked.b, "used_bytes") == used, LONG_S, "the room is free")
+    assert figure(linked.b, "link_fences") == fences + 1
+
+
+def peer_of(node: Node) -> p.Peer:
+    host, _, port = node.data_address.rpartition(":")
+    return p.Peer(node.name, node.incarnation, host, int(port))
