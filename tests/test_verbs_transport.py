@@ -59,7 +59,7 @@ class End:
 
     def states(self) -> list[str]:
         assert isinstance(self.link, VerbsLink)
-        return [str(rail["state"]) for rail in self.link.report()]
+        return [rail.state for rail in self.link.report()]
 
 
 class Pair:
@@ -536,7 +536,7 @@ def test_ports_that_are_up_are_used_and_named_ones_alone_where_some_are_named(fa
 
     def used(*devices: str) -> list[str]:
         transport = open_on(host, *devices)
-        found = [f"{at.port.device}:{at.port.number}" for at in transport.ports]
+        found = [at.port.name for at in transport.ports]
         transport.close()
         return found
 
@@ -579,14 +579,37 @@ def test_no_device_or_none_that_is_up_is_unavailable(fabric: FakeFabric) -> None
         assert caught.value.reason == "unavailable"
 
 
-def test_the_report_says_what_each_rail_does(two_rails: Pair) -> None:
+def test_the_report_says_what_each_port_does(two_rails: Pair) -> None:
     two_rails.write().wait()
     report = two_rails.left.transport.report()
+    assert report["binding"] == "fake"
     assert report["links"] == 1
-    assert str(report["mlx5_0:1 gid"]).startswith("3 ")
-    moved = [value for name, value in report.items() if name.endswith(" bytes")]
-    assert sum(int(value) for value in moved) == SIZE
-    assert [value for name, value in report.items() if name.endswith(" state")] == ["up", "up"]
+    assert report["mlx5_0:1 gid"] == "3 0000:0000:0000:0000:0000:ffff:0a00:0001"
+    for port in ("mlx5_0:1", "mlx5_1:1"):
+        names = ("state", "rails", "rails not up", "failures")
+        assert [report[f"{port} {name}"] for name in names] == ["ACTIVE", 1, 0, 0]
+        assert float(report[f"{port} bytes_per_s"]) > 0
+    assert int(report["mlx5_0:1 bytes"]) + int(report["mlx5_1:1 bytes"]) == SIZE
+
+    two_rails.left.card.port_state(1, "DOWN")
+
+    def found_down() -> bool:
+        two_rails.write().wait()
+        return two_rails.left.states() == ["down", "up"]
+
+    until(found_down)
+    report = two_rails.left.transport.report()
+    assert [report[f"mlx5_0:1 {name}"] for name in ("state", "rails", "rails not up")] == ["DOWN", 0, 1]
+    assert int(report["mlx5_0:1 failures"]) >= 1
+    assert report["rail mlx5_0:1 to mlx5_0:1 of a process of this host"] == "down"
+
+
+def test_what_was_counted_stays_counted_when_a_link_ends(pair: Pair) -> None:
+    pair.write().wait()
+    pair.left.link.close()
+    report = pair.left.transport.report()
+    assert report["mlx5_0:1 bytes"] == SIZE
+    assert report["mlx5_0:1 rails"] == report["links"] == 0
 
 
 def test_nothing_is_left_of_a_closed_transport(fabric: FakeFabric) -> None:

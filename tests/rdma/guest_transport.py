@@ -47,7 +47,7 @@ class TestContract(VerbsOverRxe):
 def rails(end: End) -> dict[str, str]:
     """The state of each rail by this end's device."""
     assert isinstance(end.link, VerbsLink)
-    return {str(rail["device"]).partition(":")[0]: str(rail["state"]) for rail in end.link.report()}
+    return {rail.here.partition(":")[0]: rail.state for rail in end.link.report()}
 
 
 def set_link(interface: str, up: bool) -> None:
@@ -97,4 +97,4 @@ def test_a_batch_goes_on_over_the_other_rail_and_a_rail_that_is_back_is_used_aga
 
 def carried(end: End, device: str) -> int:
     assert isinstance(end.link, VerbsLink)
-    return sum(int(rail["bytes"]) for rail in end.link.report() if str(rail["device"]).startswith(device))
+    return sum(rail.bytes for rail in end.link.report() if rail.here.startswith(device))

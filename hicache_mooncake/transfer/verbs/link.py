@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer import gids
@@ -49,6 +49,20 @@ class LocalPort:
     device: Device
     port: Port
     gid_index: int
+
+
+class RailReport(NamedTuple):
+    peer: str
+    here: str
+    """The port, as `name:number`."""
+    there: str
+    state: str
+    """`up`, `pairing`, `ending`, `down`, or `quarantined`."""
+    bytes: int
+    """Moved by this end."""
+    bytes_per_s: float
+    """An average over the time in which something was under way; 0: not known."""
+    failures: int
 
 
 class Owner(Protocol):
@@ -145,19 +159,18 @@ class VerbsLink(Link):
                     "memory again that it reaches before this process has ended",
                 )
 
-    def report(self) -> list[dict[str, int | float | str]]:
-        """An entry per rail."""
+    def report(self) -> list[RailReport]:
         with self._lock:
             return [
-                {
-                    "peer": self.name,
-                    "device": f"{self._owner.ports[rail.local].port.device}:{self._owner.ports[rail.local].port.number}",
-                    "peer_device": f"{self._theirs[rail.remote].device}:{self._theirs[rail.remote].number}",
-                    "state": "quarantined" if rail.quarantined and rail.state is State.DOWN else rail.state.value,
-                    "bytes": rail.moved,
-                    "bytes_per_s": rail.rate,
-                    "failures": rail.failures,
-                }
+                RailReport(
+                    self.name,
+                    self._owner.ports[rail.local].port.name,
+                    self._theirs[rail.remote].name,
+                    "quarantined" if rail.quarantined and rail.state is State.DOWN else rail.state.value,
+                    rail.moved,
+                    rail.rate,
+                    rail.failures,
+                )
                 for rail in self._rails.all
             ]
 
@@ -281,7 +294,7 @@ class VerbsLink(Link):
                 "unavailable",
                 "the hosts have no RDMA ports of one fabric: "
                 + "; ".join(
-                    f"{side} {', '.join(f'{port.device}:{port.number} {port.link_layer} {port.gid}' for port in some)}"
+                    f"{side} {', '.join(f'{port.name} {port.link_layer} {port.gid}' for port in some)}"
                     for side, some in ((self.name, self._theirs), ("here", ours))
                 )
                 + _why_not(ours, self._theirs),
@@ -388,7 +401,7 @@ class VerbsLink(Link):
         if queue is not None:
             self._owner.progress.unwatch(queue.cq.fileno())
         local, there = self._owner.ports[rail.local].port, self._theirs[rail.remote]
-        what = f"rail {local.device}:{local.number} to {there.device}:{there.number} of {self.name}"
+        what = f"rail {local.name} to {there.name} of {self.name}"
         now = time.monotonic()
         error = TransportError(blame, f"{what} failed: {reason}")
         loss = self._traffic.lose(rail, loss, now, error, gone=gone)

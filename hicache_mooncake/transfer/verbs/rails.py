@@ -158,11 +158,12 @@ class Rails:
         if loss is Loss.FENCED and rail.in_flight and now - rail.progress_at >= STALLED_S:
             loss = Loss.FAILED
         if loss is Loss.FAILED:
-            if rail.state is State.UP and now - rail.up_at > STABLE_S:
-                rail.deaths = 0
-                rail.pause.succeeded()
             rail.failures += 1
-            rail.deaths += 1
+            if rail.state is State.UP:
+                if now - rail.up_at > STABLE_S:
+                    rail.deaths = 0
+                    rail.pause.succeeded()
+                rail.deaths += 1
             rail.pause.failed(MOST_PAUSE_S if rail.quarantined else 0.0)
         rail.state = State.DOWN if gone else State.ENDING
         rail.asked_at = now
@@ -226,6 +227,10 @@ class Port:
     gid: str
     lid: int
     mtu: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.device}:{self.number}"
 
 
 def fabric(port: Port) -> str:

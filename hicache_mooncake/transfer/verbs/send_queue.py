@@ -44,8 +44,11 @@ class SendQueue(Generic[T]):
     former life in it."""
 
     def __init__(self, device: Device, port: int, max_works: int = MAX_WORKS) -> None:
-        """Raises VerbsError. A device need not do all at once that it can do at most: what it refuses is tried smaller."""
-        info = device.info
+        """Raises VerbsError, also for a port that is not up. A device need not do all at once that it can do at most: what it
+        refuses is tried smaller."""
+        info, at = device.info, device.port(port)
+        if at.state != "ACTIVE":
+            raise VerbsError(f"{info.name} port {port} is {at.state}")
         self.max_works = max(1, min(max_works, info.max_qp_wr or max_works, (info.max_cqe or max_works + 1) - 1))
         max_sge = max(1, min(info.max_sge, 30))
         self.cq = device.completions(self.max_works + 1)
@@ -59,7 +62,7 @@ class SendQueue(Generic[T]):
                         raise
                     self.max_works, max_sge = max(self.max_works // 2, 16), max(max_sge // 2, 2)
             self.qp.init()
-            self.limits = Limits(max_sge, max(device.port(port).max_msg_sz, 1))
+            self.limits = Limits(max_sge, max(at.max_msg_sz, 1))
         except VerbsError:
             with contextlib.suppress(VerbsError):
                 self.cq.close()

@@ -28,6 +28,7 @@ from hicache_mooncake.transfer.verbs.slices import Lookup
 
 log = logging.getLogger(__name__)
 
+_MAX_RAILS_SHOWN = 16
 _numbers = itertools.count(1)
 
 
@@ -48,6 +49,8 @@ class VerbsTransport(Transport):
         self._devices: dict[str, Device] = {}
         self._registrations: dict[int, Registration] = {}
         self._links: set[VerbsLink] = set()
+        self._past: dict[str, tuple[int, int]] = {}
+        """Bytes and failures of links that are over, by port."""
         self._closed = False
         self._ports = self._open_ports()
         self._nearness = Nearness([at.port.device for at in self._ports], host or topology.read())
@@ -122,17 +125,26 @@ class VerbsTransport(Transport):
             raise failed
 
     def report(self) -> dict[str, int | float | str | bool]:
+        """For each port its GID, its state, how many rails are up and how many are not, what they moved and how often they
+        failed since the transport was made, and the rate of the fastest; of rails that are not up some by name."""
         with self.lock:
             links = list(self._links)
+            rails = [rail for link in links for rail in link.report()]
             found: dict[str, int | float | str | bool] = {"binding": self._binding.name, "links": len(links)}
             for at in self._ports:
-                where = f"{at.port.device}:{at.port.number}"
-                found[f"{where} gid"] = f"{at.gid_index} {at.port.gid}"
-            for link in links:
-                for rail in link.report():
-                    for name in ("state", "bytes", "bytes_per_s", "failures"):
-                        found[f"{rail['device']} {rail['peer']} {rail['peer_device']} {name}"] = rail[name]
-            return found
+                here = [rail for rail in rails if rail.here == at.port.name]
+                past_bytes, past_failures = self._past.get(at.port.name, (0, 0))
+                found |= {
+                    f"{at.port.name} gid": f"{at.gid_index} {at.port.gid}",
+                    f"{at.port.name} state": _state(at),
+                    f"{at.port.name} rails": sum(rail.state == "up" for rail in here),
+                    f"{at.port.name} rails not up": sum(rail.state != "up" for rail in here),
+                    f"{at.port.name} bytes": past_bytes + sum(rail.bytes for rail in here),
+                    f"{at.port.name} bytes_per_s": max((rail.bytes_per_s for rail in here), default=0.0),
+                    f"{at.port.name} failures": past_failures + sum(rail.failures for rail in here),
+                }
+            bad = [rail for rail in rails if rail.state != "up"]
+            return found | {f"rail {rail.here} to {rail.there} of {rail.peer}": rail.state for rail in bad[:_MAX_RAILS_SHOWN]}
 
     # ------------------------------------------------------------------ for links
 
@@ -151,6 +163,9 @@ class VerbsTransport(Transport):
 
     def forget(self, link: VerbsLink) -> None:
         self._links.discard(link)
+        for rail in link.report():
+            moved, failures = self._past.get(rail.here, (0, 0))
+            self._past[rail.here] = moved + rail.bytes, failures + rail.failures
 
     def _begin(self, channels: Sequence[socket.socket], deadline: float, *, connected: bool) -> Link:
         for spare in channels[1:]:
@@ -243,6 +258,13 @@ class VerbsTransport(Transport):
             known = Port(info.name, port.number, port.link_layer, choice.gid, port.lid, port.active_mtu)
             usable.append(LocalPort(self._devices[info.name], known, choice.index))
         return usable
+
+
+def _state(at: LocalPort) -> str:
+    try:
+        return at.device.port(at.port.number).state
+    except VerbsError as error:
+        return error.reason
 
 
 def _load(name: str) -> Binding:
