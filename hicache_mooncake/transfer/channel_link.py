@@ -211,7 +211,8 @@ class ChannelLink(Link):
         self._reader.join()
         for fd in self._fds:
             os.close(fd)
-        self._wire.close()
+        with self._sending:
+            self._wire.close()
         with self._cond:
             places, self._places = list(self._places.values()), {}
         for place in places:

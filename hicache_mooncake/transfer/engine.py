@@ -110,6 +110,8 @@ class TransferEngine:
             )
         if host in ("0.0.0.0", "::") and not advertise:
             raise ValueError(f"listen={listen!r} names no host that peers could connect to: give advertise=HOST")
+        self._registering = threading.Lock()
+        """One at a time, peers told included. Apart from what follows, since it can take long."""
         self._lock = threading.Lock()
         self._own: dict[int, _Own] = {}
         self._peers: list[Peer] = []
@@ -189,25 +191,28 @@ class TransferEngine:
 
     def _register(self, own: _Own, fd: int, fd_offset: int) -> Region:
         region = own.region
-        with self._lock:
-            self._check_open()
-            if len(self._own) >= MAX_REGIONS:
+        with self._registering:
+            with self._lock:
+                self._check_open()
+                known = [each.region for each in self._own.values()]
+            if len(known) >= MAX_REGIONS:
                 raise TransportError("memory", f"{MAX_REGIONS} stretches of memory are registered: register larger ones")
-            if any(each.region.name == region.name or each.region.address == region.address for each in self._own.values()):
+            if any(each.name == region.name or each.address == region.address for each in known):
                 raise ValueError(f"memory {region.name!r} at {region.address:#x} is registered already, or another by its name")
-            for scheme in list(self._transports):
+            for scheme, transport in self._transports.items():
                 try:
-                    own.tokens[scheme] = self._transports[scheme].register(region.address, region.length, fd, fd_offset)
+                    own.tokens[scheme] = transport.register(region.address, region.length, fd, fd_offset)
                 except TransportError as error:
-                    if len(own.tokens) == 0 and scheme == list(self._transports)[-1]:
+                    if not own.tokens and scheme == list(self._transports)[-1]:
                         raise
                     _log.warning("memory %r cannot be reached over %s: %s", region.name, scheme, error)
-            self._own[region.address] = own
-            peers = list(self._peers)
-        for peer in peers:
-            share = self._share(own, peer.transport)
-            if share is not None:
-                peer.tell(share)
+            with self._lock:
+                self._own[region.address] = own
+                peers = list(self._peers)
+            for peer in peers:
+                share = self._share(own, peer.transport)
+                if share is not None:
+                    peer.tell(share)
         return region
 
     def _share(self, own: _Own, scheme: str) -> w.Share | None:
@@ -217,20 +222,20 @@ class TransferEngine:
     def unregister(self, region: Region) -> None:
         """No peer reaches this memory any more when this returns. Raises TransportError when a peer does not confirm that: then
         the memory must not be used for anything else until that process has ended. Memory that is not registered is ignored."""
-        with self._lock:
-            own = self._own.pop(region.address, None)
-            peers = list(self._peers)
-            transports = dict(self._transports)
-        if own is None:
-            return
         problem = None
-        for scheme in own.tokens:
-            try:
-                transports[scheme].unregister(region.address)
-            except TransportError as error:
-                problem = error
-        for peer in peers:
-            peer.tell(w.Unshare(region.address))
+        with self._registering:
+            with self._lock:
+                own = self._own.pop(region.address, None)
+                peers = list(self._peers)
+            if own is None:
+                return
+            for scheme in own.tokens:
+                try:
+                    self._transports[scheme].unregister(region.address)
+                except TransportError as error:
+                    problem = error
+            for peer in peers:
+                peer.tell(w.Unshare(region.address))
         if problem is not None:
             raise problem
         own.free()

@@ -148,7 +148,8 @@ class Peer:
         except OSError:
             pass
         self.end()
-        self._wire.close()
+        with self._sending:
+            self._wire.close()
         try:
             self.close()
         except TransportError as error:
