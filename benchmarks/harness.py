@@ -121,11 +121,9 @@ def memcpy_rate(source: Memory, target: Memory, page: int, count: int) -> float:
 
 
 @contextlib.contextmanager
-def pool(
-    nodes: int = 1, dram: int = 1 << 30, *, one_host: bool = False, extra: Sequence[str] = (), **rank: object
-) -> Iterator[list[Settings]]:
+def pool(nodes: int = 1, dram: int = 1 << 30, *, one_host: bool = False, extra: Sequence[str] = ()) -> Iterator[list[Settings]]:
     """Real store nodes in processes of their own, as hosts of their own unless `one_host`, with a master when there is more
-    than one; settings for ranks of each. `extra` arguments are for the nodes, `rank` settings for the ranks."""
+    than one; settings for ranks of each. `extra` arguments are for the nodes."""
     processes: list[subprocess.Popen[bytes]] = []
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "master")])}
     command = [sys.executable, "-m", "hicache_mooncake.cli"]
@@ -149,7 +147,7 @@ def pool(
                     if time.monotonic() > deadline or processes[-1].poll() is not None:
                         raise RuntimeError("the benchmark's store node did not start: run `hicache-mooncake doctor`")
                     time.sleep(0.05)
-                settings.append(load_settings({}, {}, {"socket": path, "node": "external", "deadline_s": 7.0} | rank)[0])
+                settings.append(load_settings({}, {}, {"socket": path, "node": "external", "deadline_s": 7.0})[0])
             time.sleep(nodes * dram / (1 << 30))  # its memory is faulted in behind the first answers
             yield settings
         finally:

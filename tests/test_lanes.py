@@ -18,6 +18,7 @@ from hicache_mooncake.client import fetch
 from hicache_mooncake.client.lanes import LARGE_BYTES, Lanes
 from hicache_mooncake.client.remote import Ask, FetchPlan
 from hicache_mooncake.config_values import MAX_LANES
+from hicache_mooncake.transfer import peers as peers_module
 from hicache_mooncake.transfer import tcp
 from tests.conftest import wait_until
 from tests.faults.holders import NS, PageServer, Reader, checksum_of, names
@@ -279,6 +280,20 @@ def test_one_lane_that_breaks_in_mid_body_costs_no_page_that_another_node_has(re
     assert len(first.served) == 4
     assert sum(map(len, second.served)) == 16, "the pages of that lane alone"
     wait_until(lambda: len(first.standing) == 3, 20, "the others are kept")
+
+
+def test_lanes_that_cannot_be_opened_cost_no_page(resources: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with few threads, or many nodes that are connected to at once."""
+    monkeypatch.setattr(peers_module, "_MAX_CONNECTING", 1)
+    count, page_bytes = 64, 128 << 10
+    server = resources.enter_context(closing(Server("a", page_bytes)))
+    reader = resources.enter_context(closing(Reader(count, page_bytes, 4)))
+    pages = names(*range(count))
+    server.hold(pages)
+    reader.place(pages, server)
+    assert reader.load(pages, 60.0).ok == b"\x01" * count
+    assert 1 <= server.made <= 4
+    assert reader.directory.down == []
 
 
 def test_connections_that_went_stale_on_all_lanes_cost_nothing(resources: ExitStack) -> None:

@@ -96,6 +96,9 @@ class _Stream:
         """So many bytes have come, at least one."""
         self.received += got
         self.last_at = time.monotonic()
+        if got == sum(map(len, self.wanted)):
+            self.wanted = []
+            return
         done = 0
         while done < len(self.wanted) and got >= len(self.wanted[done]):
             got -= len(self.wanted[done])
@@ -231,6 +234,9 @@ class RemoteReads:
             elif attempt.at_fault:
                 self._peers.failed(ask.peer)
                 self._plan.ended(ask, "peer_down", blame=True)
+            elif self._plan.accompanied(ask):  # no thread, or no time, for another lane: what it was for waits for the others
+                self._peers.undecided(ask.peer)
+                self._plan.again(ask)
             else:
                 self._peers.undecided(ask.peer)
                 self._plan.ended(ask, "peer_down")

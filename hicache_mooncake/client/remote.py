@@ -132,6 +132,10 @@ class FetchPlan:
                         self._queue(page)
         return asks
 
+    def accompanied(self, ask: Ask) -> bool:
+        """Others ask the same node."""
+        return len(self._asks.get(address_of(ask.peer), ())) > 1
+
     def due(self) -> float | None:
         """When the next Ask is to be given up."""
         return min((ask.until for asks in self._asks.values() for ask in asks), default=None)

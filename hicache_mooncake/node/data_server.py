@@ -209,11 +209,10 @@ class DataServer:
         sent, linked = 0, False
         try:
             reply = self._send_over_link(fetch, served) if fetch.link else served.reply
-            tcp.send_message(sock, reply)
             linked = reply.linked
-            if not linked:
-                segment = node.segment.view
-                tcp.send_bodies(sock, [segment[at : at + fetch.length] for at in served.offsets], deadline)
+            segment = node.segment.view
+            bodies = [] if linked else [segment[at : at + fetch.length] for at in served.offsets]
+            tcp.send_bodies(sock, [memoryview(tcp.frame(reply)), *bodies], deadline)  # the reader is woken once for all
             sent = len(served.offsets)
         finally:
             with node.lock:

@@ -80,10 +80,15 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def send_message(sock: DataSocket, message: p.Message) -> None:
+def frame(message: p.Message) -> bytes:
+    """As it goes over the wire."""
     body = p.encode(message)
+    return _HEADER.pack(len(body)) + body
+
+
+def send_message(sock: DataSocket, message: p.Message) -> None:
     try:
-        sock.sendall(_HEADER.pack(len(body)) + body)
+        sock.sendall(frame(message))
     except BlockingIOError as error:
         raise TimeoutError("peer does not read") from error
 
