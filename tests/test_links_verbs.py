@@ -43,7 +43,7 @@ def test_pages_come_by_rdma_into_the_readers_node(fabric: Fabric, pair: MakePair
     before, moved = figure(linked.b, "link_received_bytes"), fabric.bytes()
     outcome = linked.reader.load(NS, linked.pages)
     assert outcome.ok == ALL, outcome.reasons
-    assert figure(linked.b, "link_received_bytes") == before + COUNT * PAGE
+    wait_until(lambda: figure(linked.b, "link_received_bytes") == before + COUNT * PAGE, LONG_S, "all pages counted")
     assert fabric.bytes() == moved + COUNT * PAGE
     assert linked.b.report()["transport"] == "verbs"
     assert linked.b.report()["peer a"] == "verbs up"

@@ -305,6 +305,20 @@ def test_a_card_that_loses_completions_is_left_alone_after_a_deadline(pair: Pair
     until(dead)
 
 
+def test_a_peer_that_does_not_answer_a_fence_loses_the_link(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is frozen, or its thread is: no new queue pair will come of it."""
+    assert isinstance(pair.right.link, VerbsLink)
+    monkeypatch.setattr(rails, "ANSWER_S", 0.1)
+    pair.right.transport.progress.unwatch(pair.right.link._channel._sock.fileno())
+    pair.left.card.hold(after_bytes=100_000)
+    batch = pair.write()
+    other = pair.move("read")
+    until(lambda: pair.left.card.held)
+    batch.cancel()
+    assert reason_of(other) == "peer"
+    assert not pair.left.link.alive
+
+
 def test_close_ends_what_is_under_way_and_the_peers_writes(pair: Pair) -> None:
     pair.left.card.hold(after_bytes=300_000)
     batch = pair.write()
@@ -382,6 +396,22 @@ def test_memory_of_several_parts_is_moved_across_their_borders(fabric: FakeFabri
     links[0].submit("write", pieces, time.monotonic() + LONG).wait()
     assert ends[1].memory.bytes(7, SIZE - 20) == ends[0].memory.bytes(13, SIZE - 20)
     for end in ends:
+        end.transport.close()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_card_that_could_not_register_the_memory_is_passed_by(fabric: FakeFabric, side: str) -> None:
+    names = ("mlx5_0", "mlx5_1")
+    hosts = {name: fabric.host(name, names) for name in ("left", "right")}
+    hosts[side].cards["mlx5_1"].fail_registrations(1)
+    left, right = (End(hosts[name], TransportOptions(), seed) for seed, name in enumerate(hosts, 1))
+    left.link, right.link = connected(left.transport, right.transport)
+    left.link.learn(right.memory.address, SIZE, right.token)
+    pieces = [Piece(left.memory.address, right.memory.address, SIZE)]
+    left.link.submit("write", pieces, time.monotonic() + LONG).wait()
+    assert right.memory.bytes() == left.memory.bytes()
+    assert hosts["left"].cards["mlx5_1"].counts.bytes == 0
+    for end in (left, right):
         end.transport.close()
 
 

@@ -16,7 +16,7 @@ from hicache_mooncake.transfer import gids
 from hicache_mooncake.transfer.batches import Batches, Inbox, check_pieces
 from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Extents, Link, Op, Pending, Piece, TransportError
 from hicache_mooncake.transfer.verbs import handshake
-from hicache_mooncake.transfer.verbs.api import Device, Status, VerbsError
+from hicache_mooncake.transfer.verbs.api import Device, QpOptions, Status, VerbsError
 from hicache_mooncake.transfer.verbs.channel import Channel
 from hicache_mooncake.transfer.verbs.fair_lock import FairLock
 from hicache_mooncake.transfer.verbs.handshake import check_rail, remote_qp, short
@@ -34,6 +34,8 @@ TURN_BYTES = 4 << 20
 """Of a batch, before the next one has its turn: more than over sockets, since these move faster and cost as much."""
 POLL_S = 30e-6
 """After a completion the next one is polled for so long before the thread sleeps: an event costs about as much."""
+PATIENCE = QpOptions(ack_timeout=16, retries=4)
+"""A rail that does not answer fails after about 1.3 s: early enough for another one within a call's usual deadline."""
 COLLECT_S = 1e-3
 """Of completions of one rail at a time, before others have their turn."""
 LOOK_S = 1.0
@@ -359,7 +361,7 @@ class VerbsLink(Link):
 
     def _connect(self, rail: Rail, queue: Queue, message: handshake.Pair | handshake.Paired) -> None:
         local, there = self._owner.ports[rail.local], self._theirs[rail.remote]
-        queue.qp.connect(remote_qp(message, there), local.gid_index, min(local.port.mtu, there.mtu))
+        queue.qp.connect(remote_qp(message, there), local.gid_index, min(local.port.mtu, there.mtu), PATIENCE)
 
     def _heard_of_rail(
         self,

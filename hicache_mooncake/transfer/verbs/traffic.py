@@ -20,7 +20,7 @@ MAX_TRIES = 2
 class Load:
     """A turn of a batch on its way. It holds the batch until nothing of it moves any more."""
 
-    __slots__ = ("cutter", "out", "queued", "stranded", "tries", "turn")
+    __slots__ = ("barred", "cutter", "out", "queued", "stranded", "tries", "turn")
 
     def __init__(self, turn: Turn) -> None:
         self.turn = turn
@@ -30,6 +30,8 @@ class Load:
         self.stranded = 0
         """Requests whose rail is lost, and whose peer's end is not known to be gone."""
         self.tries = 0
+        self.barred: set[int] = set()
+        """Rails, by number, whose devices do not reach its memory on one side."""
         self.queued = False
 
     @property
@@ -120,7 +122,7 @@ class Traffic:
 
         while load.cutter.left:
             size = min(self._rails.slice_bytes(load.turn.size), load.cutter.left)
-            rail = self._rails.choose(lambda rail: room(rail) > 0, size, near)
+            rail = self._rails.choose(lambda rail: rail.index not in load.barred and room(rail) > 0, size, near)
             if rail is None:
                 return False
             most = room(rail)
@@ -128,8 +130,12 @@ class Traffic:
             try:
                 made = list(requests(pieces, self.queues[rail.index].limits, self._local(rail), self._remote(rail)))
             except TransportError as error:
-                self.fail(load, error)
-                return True
+                load.cutter.put_back(pieces)
+                load.barred.add(rail.index)
+                if all(rail.index in load.barred for rail in self._rails.up):
+                    self.fail(load, error)
+                    return True
+                continue
             for request in reversed(made[most:]):
                 load.cutter.put_back(request.pieces())
             for request in made[:most]:
