@@ -282,6 +282,21 @@ def test_one_lane_that_breaks_in_mid_body_costs_no_page_that_another_node_has(re
     wait_until(lambda: len(first.standing) == 3, 20, "the others are kept")
 
 
+def test_a_mover_tries_another_lane_by_itself(resources: ExitStack) -> None:
+    count, page_bytes = 64, 128 << 10
+    server = resources.enter_context(closing(Server("a", page_bytes)))
+    reader = resources.enter_context(closing(Reader(count, page_bytes)))
+    pages = names(*range(count))
+    server.hold(pages)
+    reader.place(pages, server)
+    for _ in range(1000):
+        assert reader.load(pages, 60.0).ok == b"\x01" * count
+        if server.made == 2:
+            break
+    assert server.made == 2, "one more"
+    assert min(len(share) for share in server.served[-2:]) == count // 2
+
+
 def test_lanes_that_cannot_be_opened_cost_no_page(resources: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container with few threads, or many nodes that are connected to at once."""
     monkeypatch.setattr(peers_module, "_MAX_CONNECTING", 1)
