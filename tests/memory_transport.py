@@ -184,7 +184,9 @@ class MemoryTransport(Transport):
     def accept(self, channels: Sequence[socket.socket], deadline: float) -> Link:
         link = self._made(MemoryLink(self))
         with channels[0] as channel:
-            other = self._waiting.pop(channel.recv(16, socket.MSG_WAITALL))
+            other = self._waiting.pop(channel.recv(16, socket.MSG_WAITALL), None)
+        if other is None:
+            raise TransportError("peer", "the other end broke off")
         link.peer, other.peer = other, link
         if self.faults.stillborn:
             link.closed = other.closed = True

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
+import msgspec
 import pytest
 
+from hicache_mooncake import protocol as p
+from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.tcp_transport import TcpTransport
 from hicache_mooncake.transfer.transport import TransportError, TransportOptions
 from tests.conftest import wait_until
 from tests.faults.holders import PageServer
-from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, Linked, MakePair, faults, figure, nothing_lent, pair
+from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, Linked, MakePair, Pair, faults, figure, nothing_lent, pair
 from tests.memory_transport import Faults, opener
 
 __all__ = ["faults", "pair"]
@@ -136,3 +142,43 @@ def test_what_was_given_and_arrived_damaged_is_not_stored(pair: MakePair, faults
     stored = figure(linked.b, "objects")
     assert stored < COUNT + 1
     assert figure(linked.b, "taken") == stored
+
+
+# ---------------------------------------------------------------------- who asks for a link
+
+
+def offer(both: Pair, **what: object) -> p.Message:
+    """What `b` answers to a Link on a connection of its own."""
+    asked = p.Link(p.PROTOCOL_MAX, "stranger", b"i" * 8, "verbs", 7, 4096, 4096, b"token")
+    host, _, port = both.b.data_address.rpartition(":")
+    until = time.monotonic() + LONG_S
+    with contextlib.closing(tcp.PeerConnection(p.Peer("b", both.b.incarnation, host, int(port)), until)) as connection:
+        tcp.send_message(connection.sock, msgspec.structs.replace(asked, **what))
+        answer = tcp.receive_message(connection.sock, p.decoder(p.FromData), until)
+        assert isinstance(answer, p.Message)
+        if isinstance(answer, p.Refused):  # and serves on
+            tcp.send_message(connection.sock, p.Fetch(1, "stranger", NS, b"h" * 32, PAGE))
+            assert isinstance(tcp.receive_message(connection.sock, p.decoder(p.FromData), until), p.FetchReply)
+        return answer
+
+
+def test_what_cannot_be_a_link_is_refused_with_a_sentence(pair: MakePair, faults: Faults) -> None:
+    both = pair(opener(faults))
+    for what, why in (
+        ({"scheme": "other"}, "its links are by verbs, not other"),
+        ({"requester": "b"}, "give each node its own"),
+        ({"requester": "x" * 1000}, "names have"),
+        ({"id": 0}, "known already"),
+    ):
+        answer = offer(both, **what)
+        assert isinstance(answer, p.Refused)
+        assert why in answer.reason
+    assert figure(both.b, "links_making") == 0
+
+
+def test_who_breaks_off_in_the_handshake_leaves_no_link(pair: MakePair, faults: Faults) -> None:
+    both = pair(opener(faults))
+    assert isinstance(offer(both), p.Linked)
+    wait_until(lambda: figure(both.b, "links_failed") == 1, LONG_S, "it is given up")
+    assert figure(both.b, "links") == figure(both.b, "links_making") == 0
+    assert "down" in str(both.b.report()["peer stranger"])

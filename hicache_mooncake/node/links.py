@@ -37,6 +37,9 @@ _READY_S = 2.0
 """Who asks for a link while this node still registers its segment waits so long."""
 _LOOK_S = 0.2
 _MAX_PEERS_SHOWN = 64
+_MAX_NAME = 256
+_SILENT_S = 15
+"""A peer's host that has gone without a word is noticed after this and a few probes more, on a link that nobody uses."""
 _MAX_LINK_MESSAGE = 4 << 20
 """Of Linked: a token names every memory region of a large segment on every device."""
 
@@ -289,13 +292,15 @@ class Links:
             tcp.send_message(sock, linked)
             link = transport.accept([_plain(socket.socket(fileno=sock.detach()))], deadline)
             _learn(link, asked.address, asked.length, asked.token)
-        except (OSError, TransportError) as error:
+        except Exception as error:
             with self._lock:
                 self._failed += 1
                 self._book.down(asked.id, time.monotonic(), str(error))
+            sock.close()
+            if not isinstance(error, OSError | TransportError):
+                raise
             text = f"no {self._scheme} link with node {asked.requester}, which asked for one: {error}"
             self._quiet(logging.INFO, f"link {asked.requester}", text)
-            sock.close()
             return True
         self._stands(asked.id, asked.requester, link, asked.address, asked.length)
         return True
@@ -305,7 +310,9 @@ class Links:
         if self._transport is None:
             return self._why_not or "its segment is still being registered"
         if asked.scheme != self._scheme:
-            return f"its links are by {self._scheme}, not {asked.scheme}"
+            return f"its links are by {self._scheme}, not {asked.scheme[:_MAX_NAME]}"
+        if not 0 < len(asked.requester) <= _MAX_NAME or len(asked.incarnation) > _MAX_NAME:
+            return f"names have 1 to {_MAX_NAME} characters"
         if self._node.data_key and asked.requester != proven:
             return f"{asked.requester!r} has proved to be {proven!r}"
         if asked.requester == self._node.name:
@@ -426,8 +433,11 @@ class Links:
 
 
 def _plain(sock: socket.socket) -> socket.socket:
-    """As a transport wants it: it blocks, without a limit of its own."""
+    """As a transport wants it: it blocks, without a limit of its own, and a peer's host that has gone breaks it."""
     sock.settimeout(None)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, _SILENT_S), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, 0))
     return sock
