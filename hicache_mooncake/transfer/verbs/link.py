@@ -119,8 +119,8 @@ class VerbsLink(Link):
 
     def learn(self, address: int, length: int, token: bytes) -> None:
         tables = parse_token(token, address, length)
-        self._remote.add(address, length, token)
         with self._lock:
+            self._remote.add(address, length, token)
             self._tables[address] = tables
 
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:

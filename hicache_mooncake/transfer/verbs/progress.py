@@ -76,10 +76,6 @@ class Progress:
         if thread is None:
             self._release()
 
-    @property
-    def is_current(self) -> bool:
-        return self._thread is threading.current_thread()
-
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
