@@ -33,6 +33,7 @@ from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.client.over_links import OverLinks
 from hicache_mooncake.client.remote import FetchPlan
 from hicache_mooncake.client.siblings import Neighbour, Siblings
+from hicache_mooncake.client.storing import LOAD_PARTS, SETTLE_S, Storing, in_parts
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, ForeignMemory, MappedMemory
 from hicache_mooncake.transfer.numa import Nearness
@@ -41,15 +42,6 @@ from hicache_mooncake.wire import Wire, WireClosed
 
 _to_mover = p.decoder(p.ToMover)
 
-_NO_ROOM_RETRIES_S = (0.01, 0.03)
-_STORE_PARTS = (0.25, 0.5, 0.25)
-"""How a large batch is split, head first: the node reserves and commits one part while another is copied. The first and the
-last are small, since nothing is copied while the node answers for them."""
-_LOAD_PARTS = (0.25, 0.75)
-"""The same for loads of pages that are here."""
-_PARTS_FROM_PAGES, _PARTS_FROM_BYTES = 24, 1 << 20
-"""Of fewer pages or bytes a question more costs what it saves."""
-_SETTLE_S = 0.1
 _SIBLING_SHARE = 0.25
 """Of the time that is left: how long a neighbour on this host is waited for, before its pages are asked for by tcp."""
 _WAIT_SHARE = 0.5
@@ -75,9 +67,10 @@ class Mover:
         self._lanes = Lanes(lanes)
         self._siblings = Siblings(client)
         self._copies = Copies(copy_threads)
+        self._unsettled: list[p.Message] = []
+        self._storing = Storing(link, self._copies, self._unsettled)
         # A child that the engine forks holds the engine's end of our socket open: its end alone does not tell that it is gone.
         self._engine_pid = engine_pid
-        self._unsettled: list[p.Message] = []
         self._unsettled_near: list[tuple[Neighbour, p.Release]] = []
         self._all_here = False
         """All pages of the last load were local: those of the next will be."""
@@ -129,7 +122,7 @@ class Mover:
             if job.op == "load":
                 local, remote = self._load(batch, ok, reasons, deadline)
                 return p.Transferred(bytes(ok), dict(reasons), local, remote, id=job.id)
-            local, had = self._store(batch, ok, reasons, deadline)
+            local, had = self._storing.store(self.memory, batch, ok, reasons, deadline)
             return p.Transferred(bytes(ok), dict(reasons), local, 0, had, job.id)
         except NodeUnavailable as error:
             reasons[error.reason] += ok.count(0) - sum(reasons.values())
@@ -138,9 +131,9 @@ class Mover:
     def settle(self) -> None:
         """What the node is still to be told of the last batch: nothing that the rank's answer waits for. To be called after
         every batch, however it ended."""
-        unsettled, self._unsettled = self._unsettled, []
-        for message in unsettled:
-            self._link.tell(message, time.monotonic() + _SETTLE_S)
+        for message in self._unsettled:
+            self._link.tell(message, time.monotonic() + SETTLE_S)
+        self._unsettled.clear()
         near, self._unsettled_near = self._unsettled_near, []
         for neighbour, release in near:
             self._siblings.tell(neighbour, release)
@@ -151,9 +144,7 @@ class Mover:
         """Returns (bytes that were here, bytes that came from other nodes)."""
         everything = list(range(batch.count))
         # Pages of other nodes are asked for in one question: a master answers it, and their nodes begin to send.
-        parts = (
-            _in_parts(everything, batch.body_bytes, _LOAD_PARTS) if self._all_here and not batch.job.shared else [everything]
-        )
+        parts = in_parts(everything, batch.body_bytes, LOAD_PARTS) if self._all_here and not batch.job.shared else [everything]
         here, waiting = self._load_parts(batch, parts, ok, reasons, deadline)
         if waiting:  # another rank fetches them for all. If it does not come to an end, they are fetched anew
             wait_s = max(0.0, deadline - time.monotonic()) * _WAIT_SHARE
@@ -353,113 +344,6 @@ class Mover:
         else:
             self._unsettled_near.append((neighbour, release))
         return loaded
-
-    # ------------------------------------------------------------------ store
-
-    def _store(self, batch: Batch, ok: bytearray, reasons: Counter[str], deadline: float) -> tuple[int, int]:
-        """All keys, in rounds: what found no room is tried again shortly after, while there is time."""
-        todo = list(range(batch.count))
-        stored_bytes, had = 0, 0
-        for pause in (*_NO_ROOM_RETRIES_S, None):
-            refused, copied, already = self._store_once(batch, todo, ok, reasons, deadline)
-            stored_bytes += copied
-            had += already
-            if not refused or pause is None or time.monotonic() + pause > deadline:
-                if refused:
-                    reasons["no_room"] += len(refused)
-                break
-            time.sleep(pause)
-            todo = refused
-        return stored_bytes, had
-
-    def _store_once(
-        self, batch: Batch, todo: list[int], ok: bytearray, reasons: Counter[str], deadline: float
-    ) -> tuple[list[int], int, int]:
-        """One round: (pages that found no room, bytes copied, pages that were there already).
-
-        All room is reserved before anything is committed, head first, as if it were one question: no part is evicted for
-        another, and if it is not enough the tail goes without."""
-        job = batch.job
-        parts = _in_parts(todo, batch.body_bytes, _STORE_PARTS)
-        until = deadline + _SETTLE_S
-        reserved = self._link.ask(self._reserve(batch, parts[0]), deadline)
-        segment = self._link.segment
-        assert segment is not None
-        for part in parts[1:]:
-            self._link.ask_ahead(self._reserve(batch, part), until)
-        refused: list[int] = []
-        commits: list[tuple[list[int], bytes]] = []
-        had = 0
-        for number, part in enumerate(parts):
-            if number:
-                reserved = self._link.take(until)
-            assert isinstance(reserved, p.Reserved)
-            places: list[tuple[int, int]] = []
-            for i, status, offset in zip(part, reserved.status, reserved.where, strict=True):
-                if status == p.HAVE:
-                    ok[i] = 1
-                    had += 1
-                elif status == p.REFUSED:
-                    refused.append(i)
-                else:
-                    places.append((i, offset))
-            if places:
-                whole, checksums = self._copy_out(batch, segment, places, reasons, deadline)
-                self._link.ask_ahead(p.Commit(reserved.txn, whole, checksums), until)
-                commits.append(([i for i, _ in places], whole))
-        copied = 0
-        for written, whole in commits:
-            committed = self._link.take(until)
-            if not isinstance(committed, p.Committed):
-                raise NodeUnavailable("node_refused", "commit refused")
-            for i, good, done in zip(written, whole, committed.ok, strict=False):
-                if done:
-                    ok[i] = 1
-                    copied += batch.body_bytes
-                elif good:
-                    reasons["not_committed"] += 1
-        if len(commits) > 1:  # the head came first, and must go last
-            touch = p.Touch(job.namespace, p.select_hashes(job.hashes, todo))
-            if refused:  # room is going to be asked for once more: not the head's
-                self._link.tell(touch, until)
-            else:
-                self._unsettled.append(touch)
-        return refused, copied, had
-
-    @staticmethod
-    def _reserve(batch: Batch, pages: list[int]) -> p.Reserve:
-        job = batch.job
-        return p.Reserve(job.namespace, p.select_hashes(job.hashes, pages), batch.body_bytes, job.group)
-
-    def _copy_out(
-        self, batch: Batch, segment: Mapping, places: list[tuple[int, int]], reasons: Counter[str], deadline: float
-    ) -> tuple[bytes, list[int]]:
-        """Pages as (page, offset), from the engine to the segment: which came whole, and the checksums."""
-
-        def copy(page: tuple[int, int]) -> int | str:
-            """The checksum, or why there is nothing."""
-            i, offset = page
-            if time.monotonic() > deadline:
-                return "deadline"
-            body = segment.view[offset : offset + batch.body_bytes]
-            try:
-                return self.memory.store(batch.addresses(i), batch.layout, body, segment.address + offset, batch.seed(i))
-            except EngineMemoryError:
-                return "engine_memory"
-
-        copied = list(self._copies.each(copy, places, batch.layout))
-        reasons.update(why for why in copied if isinstance(why, str))
-        whole = bytes(not isinstance(checksum, str) for checksum in copied)
-        return whole, [0 if isinstance(checksum, str) else checksum for checksum in copied]
-
-
-def _in_parts(pages: list[int], body_bytes: int, shares: Sequence[float]) -> list[list[int]]:
-    """A large batch in parts, head first, and a small one whole."""
-    count = len(pages)
-    if count < _PARTS_FROM_PAGES or count * body_bytes < _PARTS_FROM_BYTES:
-        return [pages]
-    cuts = [0, *(int(count * share) for share in itertools.accumulate(shares[:-1])), count]
-    return [pages[first:end] for first, end in itertools.pairwise(cuts)]
 
 
 def _attach(wire: Wire, attach: p.Attach, former: EngineMemory | None, placed: str) -> EngineMemory | None:
