@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
 
 import msgspec
 import pytest
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.node import links
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.tcp_transport import TcpTransport
 from hicache_mooncake.transfer.transport import TransportError, TransportOptions
@@ -90,6 +93,31 @@ def test_a_node_without_the_transport_says_why_and_is_read_by_tcp(pair: MakePair
     assert both.a.report()["transport"] == "tcp"
     assert both.a.report()["transport_why"] == "no RDMA device is up on this host"
     wait_until(lambda: "no RDMA device is up" in str(both.b.report().get("peer a", "")), LONG_S, "b knows why")
+
+
+def test_a_card_that_comes_up_later_is_used_then(
+    pair: MakePair, faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is missing is told once, and not at every try."""
+    monkeypatch.setattr(links, "_REOPEN_S", 0.02)
+    up = threading.Event()
+    tries: list[str] = []
+
+    def opened(scheme: str, options: TransportOptions):  # type: ignore[no-untyped-def]
+        tries.append(scheme)
+        if not up.is_set():
+            raise TransportError("unavailable", "no RDMA device is up on this host")
+        return opener(faults)(scheme, options)
+
+    with caplog.at_level(logging.WARNING):
+        both = pair(opened)
+        wait_until(lambda: len(tries) > 10, LONG_S, "tried again")
+    assert [record.getMessage() for record in caplog.records].count(
+        "pages of other hosts come by tcp; no verbs links: no RDMA device is up on this host"
+    ) == 2, "each node once"
+    up.set()
+    wait_until(lambda: both.a.report()["transport"] == both.b.report()["transport"] == "verbs", LONG_S, "it is used")
+    assert both.a.report()["transport_why"] == ""
 
 
 def test_without_links_there_is_no_transport(pair: MakePair) -> None:

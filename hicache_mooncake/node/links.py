@@ -35,6 +35,8 @@ _linked_decoder = p.decoder(p.Linked | p.Refused)
 _MAKE_S = 5.0
 _READY_S = 2.0
 """Who asks for a link while this node still registers its segment waits so long."""
+_REOPEN_S = 60.0
+"""A transport that cannot be had is tried again after this time: its card may have come up."""
 _LOOK_S = 0.2
 _MAX_PEERS_SHOWN = 64
 _MAX_NAME = 256
@@ -100,6 +102,8 @@ class Links:
         self._held: dict[int, _Held] = {}
         self._ready = threading.Event()
         """The transport is there, or it is known that there is none."""
+        self._opening = threading.Lock()
+        """Held while the transport is opened, and when it is closed."""
         self._stopping = threading.Event()
         self._stopped = False
         self._quiet = QuietLog(log)
@@ -128,32 +132,45 @@ class Links:
         self._stopping.set()
         for link_id in held:
             self.unfenced |= not self.fence(link_id, "this node ends")
-        if not self._ready.wait(_MAKE_S):
+        if not self._opening.acquire(timeout=_MAKE_S):
             self.unfenced = True  # the segment is being registered just now
-        if self._transport is not None:
-            try:
+            return
+        try:
+            if self._transport is not None:
                 self._transport.close()
-            except TransportError as error:
-                self.unfenced = True
-                log.error("the %s transport could not be closed: %s", self._scheme, error)
+        except TransportError as error:
+            self.unfenced = True
+            log.error("the %s transport could not be closed: %s", self._scheme, error)
+        finally:
+            self._opening.release()
 
     def _run(self) -> None:
-        try:
-            self._open()
-        except TransportError as error:
-            self._why_not = str(error)
-            level = logging.WARNING if self._forced else logging.INFO
-            log.log(level, "pages of other hosts come by tcp; no %s links: %s", self._scheme, error)
-        except Exception as error:
-            self._why_not = f"internal error: {error}"
-            log.exception("pages of other hosts come by tcp; the %s transport failed. Please report this", self._scheme)
-        finally:
-            self._ready.set()
+        while not self._stopping.is_set() and self._open_again():
+            self._stopping.wait(_REOPEN_S)
         while self._transport is not None and not self._stopping.wait(_LOOK_S):
             try:
                 self._look()
             except Exception:
                 self._quiet(logging.ERROR, "look", "looking after links failed; going on. Please report this", exc_info=True)
+
+    def _open_again(self) -> bool:
+        """Open the transport. True: it cannot be had now, and may be later."""
+        try:
+            with self._opening:
+                if not self._stopped:
+                    self._open()
+        except TransportError as error:
+            if str(error) != self._why_not:
+                level = logging.WARNING if self._forced else logging.INFO
+                log.log(level, "pages of other hosts come by tcp; no %s links: %s", self._scheme, error)
+            self._why_not = str(error)
+            return error.reason in ("unavailable", "device")  # a card may come up; a limit of this process stays
+        except Exception as error:
+            self._why_not = f"internal error: {error}"
+            log.exception("pages of other hosts come by tcp; the %s transport failed. Please report this", self._scheme)
+        finally:
+            self._ready.set()
+        return False
 
     def _open(self) -> None:
         node = self._node
@@ -164,6 +181,7 @@ class Links:
             transport.close()
             raise
         self._transport = transport
+        self._why_not = ""
         log.info("links to other nodes are made by %s", self._scheme)
 
     def _look(self) -> None:
