@@ -10,7 +10,11 @@ import pytest
 
 from hicache_mooncake import TransferEngine
 from hicache_mooncake.testing import TransportTests
-from hicache_mooncake.transfer.transport import TransportError, TransportOptions, open_transport
+from hicache_mooncake.transfer.transport import Piece, TransportError, TransportOptions, open_transport
+from tests.linked import ALL, COUNT, NS, PAGE, Linked, MakePair, faults, figure, pair
+from tests.memory_transport import Faults
+
+__all__ = ["faults", "pair"]
 
 
 def missing(scheme: str) -> str:
@@ -35,6 +39,16 @@ if not MISSING["mooncake"]:
 
     class TestMooncake(ForeignTests):
         scheme = "mooncake"
+
+        def test_a_peer_that_stops_costs_no_more_than_the_deadline(self) -> None:
+            """And the link, since what is under way lands when the peer goes on: it cannot be recalled."""
+            peer, mine, endless = self._reading()
+            peer.stop()
+            with pytest.raises(TransportError) as caught:
+                peer.near.submit("read", [Piece(mine.address, peer.remote, mine.length)], 0.5).wait()
+            assert caught.value.reason in ("deadline", "peer")
+            endless.cancel()
+            assert not peer.near.link.alive
 
 
 if not MISSING["nixl"]:
@@ -62,6 +76,17 @@ def test_two_transfer_engines_use_the_real_one(scheme: str) -> None:
         landed[:3] = b"abc"
         peer.write([(room.address, pages.address + 7, 3)], deadline).wait()
         assert bytes(content[7:10]) == b"abc"
+
+
+@pytest.mark.parametrize("scheme", sorted(MISSING))
+def test_pages_between_nodes_come_over_the_real_one(pair: MakePair, faults: Faults, scheme: str) -> None:
+    if MISSING[scheme]:
+        pytest.skip(MISSING[scheme])
+    linked = Linked(pair(lambda _scheme, options: open_transport(scheme, options), transport=scheme), faults)
+    before = figure(linked.b, "link_received_bytes")
+    outcome = linked.reader.load(NS, linked.pages)
+    assert outcome.ok == ALL, outcome.reasons
+    assert figure(linked.b, "link_received_bytes") == before + COUNT * PAGE
 
 
 @pytest.mark.parametrize(

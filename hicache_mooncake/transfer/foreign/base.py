@@ -4,7 +4,7 @@ A foreign engine has ports, threads and completions of its own; here it only mov
 goes over the link's channel as in shared memory: how to reach the other's engine, which memory, notices, and the end.
 
 No foreign engine can recall what it has begun: a batch that is ended early costs the link when the engine does not finish what
-is under way in a moment, and `close` cannot promise that nothing lands any more (`fences` is False).
+is under way in a moment, and neither that nor `close` can promise that nothing lands any more (`fences` is False).
 """
 
 from __future__ import annotations
