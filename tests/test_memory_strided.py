@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import socket
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.config import Settings
 from hicache_mooncake.testing.local import page_hash, pattern
+from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.memory import (
     CHUNK,
@@ -276,6 +279,37 @@ def test_pages_from_a_peer_are_scattered(
     assert arrived == [digest(stream[page * length : (page + 1) * length]) for page in range(pages)]
     assert bytes(engine.memory.view[: end * pages]) == wanted
     assert sent == len(stream)
+
+
+@pytest.mark.parametrize(("count", "length"), [(3, 100_000), (64, 16 << 10), (2500, 120)])
+def test_runs_of_a_page_share_calls_of_the_system_within_its_limits(
+    memory: EngineMemory, engine: Engine, count: int, length: int
+) -> None:
+    """A page of many layers: one call for each run of it made loads from other hosts twice as dear."""
+    body = random.Random(count).randbytes(count * length)
+    places = [engine.address + number * (length + 7) for number in range(count)]
+    calls = 0
+    ours, theirs = socket.socketpair()
+    sender = threading.Thread(target=theirs.sendall, args=(body,))
+    sender.start()
+    receive = tcp.receiver(ours, time.monotonic() + 60)
+
+    def source(views: list[memoryview]) -> int:
+        nonlocal calls
+        calls += 1
+        return receive(views)
+
+    layout = BodyLayout([p.Run(place, 0, length) for place in places])
+    (arrived,) = memory.receive(source, [places], layout, [SEED])
+    sender.join()
+    ours.close()
+    theirs.close()
+    assert arrived == digest(body)
+    view = engine.memory.view
+    got = [bytes(view[at - engine.address : at - engine.address + length]) for at in places]
+    assert b"".join(got) == body
+    if isinstance(memory, MappedMemory):
+        assert calls < count
 
 
 def test_a_peer_that_ends_early_ends_the_call(memory: EngineMemory, engine: Engine) -> None:

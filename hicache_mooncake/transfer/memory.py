@@ -337,15 +337,17 @@ class MappedMemory(_Receives):
                     yield self._scatter(body, addresses, layout, next(seed))
                 continue
             digest = xxhash.xxh3_64(seed=next(seed))
-            for part in layout.parts:
-                if part.dims:
-                    body = received[: part.size]
+            for parts in layout.gathered:
+                if parts[0].dims:
+                    body = received[: parts[0].size]
                     yield [body]
-                    digest.update(self._put(group[0], part, body))
-                else:
-                    view = self._view(group[0], part)
-                    yield [view]
-                    digest.update(view)
+                    digest.update(self._put(group[0], parts[0], body))
+                    continue
+                for at in range(0, len(parts), _MAX_IOV):
+                    views = [self._view(group[0], part) for part in parts[at : at + _MAX_IOV]]
+                    yield list(views)
+                    for view in views:
+                        digest.update(view)
             yield digest.intdigest()
 
     def _receiving_together(
