@@ -65,26 +65,17 @@ def test_a_memory_is_cut_into_parts_that_each_device_takes(host: FakeHost, memor
     assert host.pinned == 0
 
 
-def test_a_stretch_is_cut_at_the_borders_of_parts(host: FakeHost, memory: tuple[int, int]) -> None:
+def test_an_address_lies_in_one_part_up_to_its_border(host: FakeHost, memory: tuple[int, int]) -> None:
     address, length = memory
     host.add_card("mlx5_0", limits=CardLimits(max_mr_size=4 * MIB))
     table = register({"mlx5_0": host.binding().open("mlx5_0")}, address, length).tables["mlx5_0"]
-    keys = [part.key for part in table.parts]
-
-    def cut(offset: int, size: int) -> list[tuple[int, int, int]]:
-        return [(start - address, length, keys.index(key)) for start, length, key in table.pieces(address + offset, size)]
-
-    assert cut(0, 10) == [(0, 10, 0)]
-    assert cut(4 * MIB - 3, 10) == [(4 * MIB - 3, 3, 0), (4 * MIB, 7, 1)]
-    assert cut(4 * MIB, 4 * MIB) == [(4 * MIB, 4 * MIB, 1)]
-    assert cut(MIB, length - MIB) == [
-        (MIB, 3 * MIB, 0), (4 * MIB, 4 * MIB, 1), (8 * MIB, 4 * MIB, 2), (12 * MIB, 4 * MIB, 3),
-    ]  # fmt: skip
-    assert cut(length - 1, 1) == [(length - 1, 1, 3)]
-    assert cut(5, 0) == []
-    for offset, size in ((-1, 1), (length, 1), (length - 1, 2), (-5, length)):
+    assert len({part.key for part in table.parts}) == len(table.parts) == length // (4 * MIB)
+    for offset, number in ((0, 0), (4 * MIB - 1, 0), (4 * MIB, 1), (5 * MIB, 1), (length - 1, 3)):
+        assert table.part(address + offset) == table.parts[number]
+        assert table.parts[number][:2] == (address + number * 4 * MIB, 4 * MIB)
+    for offset in (-1, length, length + MIB):
         with pytest.raises(TransportError) as caught:
-            cut(offset, size)
+            table.part(address + offset)
         assert caught.value.reason == "bounds"
 
 

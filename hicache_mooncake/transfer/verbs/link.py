@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -430,12 +430,12 @@ class VerbsLink(Link):
     def _there(self, rail: Rail) -> Lookup:
         device = self._theirs[rail.remote].device
 
-        def find(address: int, length: int) -> Iterable[Part]:
-            start, _, _ = self._remote.find(address, length)
+        def find(address: int) -> Part:
+            start, length, _ = self._remote.find(address, 1)
             table = self._tables[start].get(device)
             if table is None:
-                raise TransportError("bounds", f"{length} bytes at {address:#x} of the peer are not registered on its {device}")
-            return table.pieces(address, length)
+                raise TransportError("bounds", f"{length} bytes at {start:#x} of the peer are not registered on its {device}")
+            return table.part(address)
 
         return find
 

@@ -1,7 +1,7 @@
 """One memory registered on several devices, and what peers are told of it.
 
 A device registers at most `max_mr_size` bytes at once, so a memory may be several parts on it. Each part has keys of its own,
-and who reads or writes across a border needs a work for each side: `Table.pieces` cuts.
+and who reads or writes across a border needs a work for each side (`slices`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import bisect
 import errno
 import os
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -43,19 +43,12 @@ class Table:
         self.parts = tuple(parts)
         self._starts = [part.start for part in parts]
 
-    def pieces(self, address: int, length: int) -> Iterator[Part]:
-        """The same stretch cut at the borders of the parts, each piece with its part's key. Raises TransportError, `bounds`,
-        unless all of it is registered."""
+    def part(self, address: int) -> Part:
+        """The part in which this address lies. Raises TransportError, `bounds`."""
         number = bisect.bisect_right(self._starts, address) - 1
-        end = address + length
-        if number < 0 or end > self.parts[-1].start + self.parts[-1].length:
-            raise TransportError("bounds", f"{length} bytes at {address:#x} are in no registered memory")
-        while address < end:
-            part = self.parts[number]
-            taken = min(end, part.start + part.length) - address
-            yield Part(address, taken, part.key)
-            address += taken
-            number += 1
+        if number < 0 or address >= self.parts[number].start + self.parts[number].length:
+            raise TransportError("bounds", f"{address:#x} is in no registered memory")
+        return self.parts[number]
 
 
 class _Token(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

@@ -19,8 +19,8 @@ MIN_SLICE = 64 << 10
 """Bytes. Below this a request costs the card and this process more than its bytes, so smaller slices gain nothing."""
 
 
-Lookup = Callable[[int, int], Iterable[Part]]
-"""The parts of registered memory under (address, length), in order, without gaps, and their lkeys or rkeys: `Table.pieces`."""
+Lookup = Callable[[int], Part]
+"""The part of registered memory in which an address lies, all of it, with its lkey or rkey. Raises TransportError, `bounds`."""
 
 
 class Request(NamedTuple):
@@ -112,26 +112,31 @@ class Cutter:
 
 def requests(pieces: Iterable[Piece], limits: Limits, local: Lookup, remote: Lookup) -> Iterator[Request]:
     """The work requests that move these pieces, each byte exactly once: none longer than `max_message`, none with more than
-    `max_sge` local stretches, none over the border of a part of
-    the peer's memory. `local` and `remote` find the parts here and there."""
+    `max_sge` local stretches, none over the border of a part of the peer's memory. `local` and `remote` find the parts here
+    and there, and are asked only where the last answer does not do."""
+    max_sge, max_message = limits
     gathered: list[Sge] = []
-    start = length = rkey = 0
-    for piece in pieces:
-        for there in remote(piece.remote, piece.length):
-            here = piece.local + (there.start - piece.remote)
-            for covered in local(here, there.length):
-                target = there.start + (covered.start - here)
-                address, left = covered.start, covered.length
-                while left:
-                    full = len(gathered) == limits.max_sge or length == limits.max_message
-                    if gathered and (full or there.key != rkey or target != start + length):
-                        yield Request(tuple(gathered), start, rkey, length)
-                        gathered, length = [], 0
-                    if not gathered:
-                        start, rkey = target, there.key
-                    now = min(left, limits.max_message - length)
-                    gathered.append(Sge(address, now, covered.key))
-                    length += now
-                    address, target, left = address + now, target + now, left - now
+    start = size = 0
+    here_from = here_end = lkey = there_from = there_end = rkey = 0
+    for address, target, left in pieces:
+        while left:
+            if not there_from <= target < there_end:
+                if gathered:
+                    yield Request(tuple(gathered), start, rkey, size)
+                    gathered, size = [], 0
+                there_from, length, rkey = remote(target)
+                there_end = there_from + length
+            if not here_from <= address < here_end:
+                here_from, length, lkey = local(address)
+                here_end = here_from + length
+            if gathered and (target != start + size or len(gathered) == max_sge or size == max_message):
+                yield Request(tuple(gathered), start, rkey, size)
+                gathered, size = [], 0
+            if not gathered:
+                start = target
+            now = min(left, here_end - address, there_end - target, max_message - size)
+            gathered.append(Sge(address, now, lkey))
+            size += now
+            address, target, left = address + now, target + now, left - now
     if gathered:
-        yield Request(tuple(gathered), start, rkey, length)
+        yield Request(tuple(gathered), start, rkey, size)

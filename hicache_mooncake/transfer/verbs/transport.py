@@ -149,12 +149,12 @@ class VerbsTransport(Transport):
     # ------------------------------------------------------------------ for links
 
     def local(self, device: str) -> Lookup:
-        def find(address: int, length: int) -> Iterable[Part]:
-            start, _, _ = self.extents.find(address, length)
+        def find(address: int) -> Part:
+            start, length, _ = self.extents.find(address, 1)
             table = self._registrations[start].tables.get(device)
             if table is None:
-                raise TransportError("bounds", f"{length} bytes at {address:#x} are not registered on {device}")
-            return table.pieces(address, length)
+                raise TransportError("bounds", f"{length} bytes at {start:#x} are not registered on {device}")
+            return table.part(address)
 
         return find
 
