@@ -19,6 +19,7 @@ import pytest
 from hicache_mooncake.transfer import channel_link, channel_transport
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.shm import ShmTransport
+from hicache_mooncake.transfer.shm_copy import ProcessPlace
 from hicache_mooncake.transfer.transport import Link, Piece, TransportError, TransportOptions
 from tests import shm_peer
 
@@ -415,3 +416,34 @@ def test_descriptors_and_threads_do_not_grow_with_links(pair: Pair) -> None:
             link.close()
             far.close()
         until(lambda: used() <= before)
+
+
+REACH = """
+import os, sys
+from hicache_mooncake.transfer.shm_copy import ProcessPlace
+from hicache_mooncake.transfer.transport import TransportError
+pid, address = map(int, sys.argv[1:])
+pidfd = os.pidfd_open(pid)
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    ProcessPlace(1, address, 4096, pid, pidfd).probe()
+except TransportError as error:
+    print(error.reason, error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_memory_of_another_users_process_is_refused_with_what_to_do() -> None:
+    with memories(4096, kind="heap") as (mine,):
+        program = [sys.executable, "-c", REACH, str(os.getpid()), str(mine.address)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        said = subprocess.run(program, capture_output=True, text=True, check=True, env=environment).stdout
+    assert said.startswith("memory ")
+    assert "share memfds" in said
+    assert "ptrace_scope" in said
+
+
+def test_memory_of_a_process_in_another_pid_namespace_is_refused_with_what_to_do() -> None:
+    with pytest.raises(TransportError, match="pid namespace") as caught:
+        ProcessPlace(1, 4096, 4096, 0, -1).probe()
+    assert caught.value.reason == "memory"
