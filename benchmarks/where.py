@@ -84,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", type=int, default=64, help="KiB")
     parser.add_argument("--batches", type=int, default=30)
+    parser.add_argument("--cpu", action="store_true", help="profile CPU time and not waits: on a busy machine")
     parser.add_argument("--docs", action="store_true", help="write it into docs/performance.md")
     options = parser.parse_args()
     page, batches = options.page * KIB, options.batches
@@ -124,7 +125,7 @@ def main() -> None:
                 "CPU of the mover": (time.thread_time() - cpu) / pages * 1e6,
                 "CPU of the node": (used(node) - theirs) / pages * 1e6,
             }
-            profile = cProfile.Profile()
+            profile = cProfile.Profile(time.thread_time) if options.cpu else cProfile.Profile()
             profile.runcall(work)
             title = f"{name}, {count} x {size_text(page)}: " + ", ".join(
                 f"{each} {us:.1f} us a page" for each, us in facts.items()
