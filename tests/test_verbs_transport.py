@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import random
@@ -18,6 +19,7 @@ from hicache_mooncake.transfer.transport import Link, Pending, Piece, TransportE
 from hicache_mooncake.transfer.verbs import rails
 from hicache_mooncake.transfer.verbs.api import VerbsError, Work
 from hicache_mooncake.transfer.verbs.link import VerbsLink
+from hicache_mooncake.transfer.verbs.traffic import Traffic
 from hicache_mooncake.transfer.verbs.transport import VerbsTransport
 
 LONG = 60.0
@@ -330,6 +332,30 @@ def test_close_ends_what_is_under_way_and_the_peers_writes(pair: Pair) -> None:
     assert pair.right.memory.bytes() == there
     assert not pair.left.link.alive
     pair.right.link.close()
+
+
+@pytest.mark.parametrize("where", ["collect", "pump", "ended"])
+def test_a_mistake_in_its_own_code_ends_the_link_and_its_batches(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """A link that half works would let its batches wait for ever."""
+    pair.left.card.hold(after_bytes=100_000)
+    batch = pair.write()
+    until(lambda: pair.left.card.held)
+
+    def fail(*_arguments: object) -> None:
+        raise KeyError("of all things")
+
+    monkeypatch.setattr(Traffic, where, fail)
+    pair.left.card.resume()
+    if where == "pump":
+        pair.write()
+    elif where == "ended":
+        with contextlib.suppress(TransportError):
+            batch.cancel()
+    until(lambda: not pair.left.link.alive and batch.done)
+    until(lambda: not pair.right.link.alive)
+    assert "of all things" in caplog.text
 
 
 def test_close_says_so_when_a_queue_pair_cannot_be_destroyed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -127,7 +128,7 @@ class VerbsLink(Link):
         self._check_alive()
         check_pieces(pieces, self._owner.extents, self._remote)
         batch = self._batches.admit(op, pieces, deadline)
-        with self._lock:
+        with self._guarded():
             if self._error is None:
                 self._pump()
         return batch
@@ -192,10 +193,11 @@ class VerbsLink(Link):
 
     def begin(self, deadline: float) -> None:
         """The handshake. Raises TransportError, and the link is over then."""
-        with self._lock:
+        with self._guarded():
             self._channel.open()
             if self._connected:
                 self._say(handshake.announce([port.port for port in self._owner.ports]))
+        with self._lock:
             while self._error is None and not self._open:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -206,29 +208,42 @@ class VerbsLink(Link):
                 raise TransportError(self._error.reason, str(self._error))
 
     def tick(self, now: float) -> float | None:
-        """From the transport's thread, under the lock. Returns when it is to be called again."""
-        if self._error is not None:
-            return None
+        """From the transport's thread. Returns when it is to be called again."""
+        with self._guarded():
+            if self._error is None:
+                return self._tick(now)
+        return None
+
+    def _tick(self, now: float) -> float:
         if now >= self._look_at:
             self._look_at = now + LOOK_S
             self._traffic.expire()
-        try:
-            if self._hurried:
-                self._hurried = False
-                self._fence()
-            busy, self._busy = list(self._busy.values()), {}
-            for rail in busy:
-                self._collect_some(rail)
-            if self._open and self._rails.silent(now):
-                raise TransportError("peer", f"{self.name} has not answered for {ANSWER_S:.0f} s, and no rail is up")
-            self._advance()
-        except TransportError as error:
-            self._fail(error)
-            return None
+        if self._hurried:
+            self._hurried = False
+            self._fence()
+        busy, self._busy = list(self._busy.values()), {}
+        for rail in busy:
+            self._collect_some(rail)
+        if self._open and self._rails.silent(now):
+            raise TransportError("peer", f"{self.name} has not answered for {ANSWER_S:.0f} s, and no rail is up")
+        self._advance()
         if self._busy:
             return now
         due = self._rails.next_due() if self._connected else None
         return self._look_at if due is None else min(due, self._look_at)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Under the lock. What goes wrong ends the link, a mistake of this code too: a link that half works may never end its
+        batches."""
+        with self._lock:
+            try:
+                yield
+            except TransportError as error:
+                self._fail(error)
+            except Exception as error:
+                log.exception("verbs link to %s", self.name)
+                self._fail(TransportError("device", f"the link to {self.name} met a mistake in its own code: {error!r}"))
 
     def _hurry(self) -> None:
         self._hurried = True
@@ -244,20 +259,16 @@ class VerbsLink(Link):
                 self._die(error)
 
     def _on_channel(self, _events: int) -> None:
-        with self._lock:
-            if self._error is not None:
-                return
-            try:
-                if self._channel.unsent:
-                    self._channel.flush()
-                    self._changed.notify_all()
+        with self._guarded():
+            if self._error is None and self._channel.unsent:
+                self._channel.flush()
+                self._changed.notify_all()
+            if self._error is None:
                 for message in self._channel.hear():
                     self._heard(message)
                     if self._error is not None:
                         return
                 self._advance()
-            except TransportError as error:
-                self._fail(error)
 
     def _fail(self, error: TransportError) -> None:
         self._die(error, None if self._open else handshake.Refusal(short(str(error))))
@@ -453,7 +464,7 @@ class VerbsLink(Link):
                 self._lose(rail, Loss.FENCED, "to end a batch", gone=False)
 
     def _on_completions(self, rail: Rail, queue: Queue, _events: int) -> None:
-        with self._lock:
+        with self._guarded():
             if self._traffic.queues.get(rail.index) is not queue:
                 return
             try:

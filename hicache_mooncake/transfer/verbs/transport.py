@@ -184,8 +184,7 @@ class VerbsTransport(Transport):
             links = list(self._links)
         first: float | None = None
         for link in links:
-            with self.lock:  # not for all at once: others want it, too
-                at = link.tick(time.monotonic())
+            at = link.tick(time.monotonic())  # under the lock, but not for all at once: others want it, too
             if at is not None and (first is None or at < first):
                 first = at
         return None if first is None else first - time.monotonic()
