@@ -242,7 +242,7 @@ def test_a_load_after_one_that_was_all_here_is_looked_up_in_parts(make_pair: Cal
     pair.store(pages)
     pair.mover.settle()
     pair.node.kinds()
-    for expected in (["Locate", "Release"], ["Locate", "Locate", "Release", "Release"]):
+    for expected in (["Locate", "Release"], ["Locate", "Locate", "Release", "Release", "Touch"]):
         assert pair.load(pages).ok == b"\x01" * 40
         pair.mover.settle()
         assert pair.node.kinds() == expected
@@ -256,6 +256,37 @@ def test_a_load_after_one_that_was_all_here_is_looked_up_in_parts(make_pair: Cal
     assert pair.load(pages).ok == b"\x01" * 40
     pair.mover.settle()
     assert pair.node.kinds() == ["Locate", "Release"], "one question again, until all is here again"
+
+
+def test_a_node_that_dies_between_two_parts_of_a_load_costs_misses_and_no_mover(make_pair: Callable[..., Pair]) -> None:
+    """The connection was lost while the node was told of damage in the first part; the mover died of it in the second."""
+    pair = make_pair()
+    pages = chain("a", 40)
+    pair.store(pages)
+    pair.load(pages)  # all here: the next one is asked for in parts
+    core = pair.node.core
+    core.store.discard(NS, pages[0], "checksum")
+    home = core.store._index[NS]
+    pair.node._kept.view[home.pages[pages[1]].part(home).offset] ^= 0xFF
+
+    def lost(_message: p.Message, _deadline: float) -> None:
+        pair.node.segment = None
+
+    pair.node.tell = lost  # type: ignore[method-assign]
+    done = pair.load(pages)
+    assert done.ok == bytes(2) + b"\x01" * 8 + bytes(30)
+    assert done.reasons == {"absent": 1, "checksum": 1, "node_down": 30}
+
+
+def test_the_head_of_what_was_loaded_in_parts_outlives_its_tail(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pages = chain("a", 40)
+    pair.store(pages)
+    pair.mover.settle()
+    for _ in range(2):
+        assert pair.load(pages).ok == b"\x01" * 40
+        pair.mover.settle()
+        assert [page.hash for page in pair.node.core.store.coldest(40)] == pages[::-1]
 
 
 def test_an_answer_that_nobody_took_is_no_answer_to_the_next_question(start_node: Callable[..., NodeProcess]) -> None:

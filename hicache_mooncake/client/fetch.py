@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S
@@ -328,7 +328,8 @@ class RemoteReads:
             self.begin()  # the next pages are written while these are copied
             self._take_landed(ask, held)
             return
-        bodies = self._bodies([page for page, _ in held])
+        through = self._landing.offsets.keys() - self._links.spoilt()
+        bodies = self._bodies([page for page, _ in held], through)
         for page, checksum in held:
             arrived = None
             while arrived is None:
@@ -337,14 +338,14 @@ class RemoteReads:
                     arrived = wanted
                 else:
                     yield wanted
-            self._settle(ask, page, checksum, arrived)
+            self._settle(ask, page, checksum, arrived, in_segment=page in through)
 
-    def _settle(self, ask: Ask, page: int, checksum: int, arrived: int) -> None:
-        """All bytes of a page have come, and have this checksum."""
+    def _settle(self, ask: Ask, page: int, checksum: int, arrived: int, *, in_segment: bool) -> None:
+        """All bytes of a page have come, and have this checksum. `in_segment`: they lie in the segment, too."""
         self.received_bytes += self._batch.body_bytes
         if arrived == checksum:
             self._ok[page] = 1
-            if page in self._landing.offsets:
+            if in_segment and page in self._landing.offsets:
                 self._landing.checksums[page] = checksum
             self._plan.arrived(ask, page)
         else:
@@ -367,13 +368,12 @@ class RemoteReads:
             arrived = self._memory.load(body, segment.address + place, batch.addresses(page), batch.layout, batch.seed(page))
             if arrived == checksum:
                 self._links.received_bytes += batch.body_bytes
-            self._settle(ask, page, checksum, arrived)
+            self._settle(ask, page, checksum, arrived, in_segment=True)
         self._links.copied(ask)
 
-    def _bodies(self, pages: Sequence[int]) -> Generator[list[memoryview] | int, None, None]:
-        """As `EngineMemory.receiving`; pages with a place in the segment go through it, unless a link may write there."""
+    def _bodies(self, pages: Sequence[int], through: Collection[int]) -> Generator[list[memoryview] | int, None, None]:
+        """As `EngineMemory.receiving`; those in `through` go through their places in the segment, where no link may write."""
         batch, landing = self._batch, self._landing
-        through = landing.offsets.keys() - self._links.spoilt()
         for through_segment, group in itertools.groupby(pages, key=lambda page: page in through):
             members = list(group)
             if not through_segment:

@@ -175,6 +175,8 @@ class Mover:
                 answers += [self._link.take(deadline) for _ in parts[len(answers) :]]  # the node is asked more for these
             more, others = self._load_located(batch, part, located, ok, reasons, deadline)
             here, elsewhere, waiting = here + more[0], elsewhere + more[1], waiting + others
+        if len(parts) > 1 and batch.job.touch:  # the head was asked for first, and must go last
+            self._unsettled.append(p.Touch(batch.job.namespace, batch.job.hashes))
         return (here, elsewhere), waiting
 
     @staticmethod
@@ -197,7 +199,8 @@ class Mover:
         job = batch.job
         assert isinstance(located, p.Located)
         segment = self._link.segment
-        assert segment is not None
+        if segment is None:  # the connection was lost while another part was loaded
+            raise NodeUnavailable("node_down", "connection lost")
         self._peers.identify(self._link.data_key, self._link.node, self._link.tls)
         links = OverLinks(located, pages, batch.body_bytes)
         plan = FetchPlan(deadline, lambda peer, count: self._lanes.of(peer, count * batch.body_bytes), links.choose)

@@ -1,0 +1,108 @@
+"""A mover whose pages come over links and stay in the node's segment: what it says was stored is what lies there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hicache_mooncake import protocol as p
+from hicache_mooncake.client import over_links
+from hicache_mooncake.testing.local import pattern
+from hicache_mooncake.transfer import tcp
+from tests.conftest import wait_until
+from tests.faults.holders import PAGE, Directory, PageServer, Reader, checksum_of, names
+
+LINK, LANDING, TXN = 7, 3, 5
+LONG_S = 30.0
+
+
+class LinkedHolder(PageServer):
+    """Writes over a link into the segment of `directory`. The second time it is asked it waits for `go_on`."""
+
+    def __init__(self, name: str, directory: Directory, go_on: Callable[[], bool]) -> None:
+        super().__init__(name)
+        self._directory = directory
+        self._go_on = go_on
+
+    def answer(self, sock: socket.socket, fetch: p.Fetch) -> None:
+        each = [fetch.hashes[at : at + p.HASH_BYTES] for at in range(0, len(fetch.hashes), p.HASH_BYTES)]
+        self.served.append(each)
+        if len(self.served) > 1:
+            wait_until(self._go_on, LONG_S, "the other holder's page has come")
+        assert fetch.link == LINK
+        for page, at in zip(each, fetch.into, strict=True):
+            if page in self.pages:
+                self._directory.segment.view[at : at + PAGE] = self.pages[page]
+        status = bytes(p.LOCAL if page in self.pages else p.MISS for page in each)
+        tcp.set_timeouts(sock, LONG_S)
+        checksum = [checksum_of(page, PAGE) for page in each]
+        tcp.send_message(sock, p.FetchReply(self.name, b"i" * 8, status, checksum, fetch.id, linked=True))
+
+
+class Claiming(Directory):
+    """Every page is to stay here, and its first holder has a link. Takes down what the mover says of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.committed: p.Commit | None = None
+        self.landed: p.Landed | None = None
+
+    def ask(self, message: p.Message, deadline: float) -> p.Message:
+        located = super().ask(message, deadline)
+        assert isinstance(located, p.Located)
+        located.status = bytes([p.FETCH]) * len(located.status)
+        located.txn, located.landing = TXN, LANDING
+        located.room = located.places = [place * PAGE for place in range(len(located.status))]
+        located.links = [LINK, *[0] * (len(located.peers) - 1)]
+        return located
+
+    def ask_same(self, message: p.Message, deadline: float) -> p.Message:
+        assert isinstance(message, p.Commit)
+        self.committed = message
+        return p.Committed(message.ok)
+
+    def tell(self, message: p.Message, deadline: float) -> None:
+        if isinstance(message, p.Landed):
+            self.landed = message
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    made = Reader()
+    made.directory.close()
+    made.directory = Claiming()
+    made.mover._link = made.directory  # type: ignore[assignment]
+    yield made
+    made.close()
+
+
+def test_a_page_that_went_past_its_place_while_the_link_was_busy_is_not_stored(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first holder had lost it. The second one's bytes came while the first was writing others, so they went straight to
+    the engine: the node would have given out what happened to lie in the page's place, as damaged memory."""
+    monkeypatch.setattr(over_links, "_SPLIT_BYTES", 1)  # two turns
+    directory = reader.directory
+    assert isinstance(directory, Claiming)
+    pages = names(*range(4))
+    first = LinkedHolder("first", directory, lambda: reader.read(0) == pattern(pages[0], PAGE))
+    second = PageServer("second")
+    try:
+        first.hold(pages[1:])
+        second.hold(pages[:1])
+        reader.place(pages[:1], first, second)
+        reader.place(pages[1:], first)
+        done = reader.load(pages, budget_s=LONG_S)
+    finally:
+        first.close()
+        second.close()
+    assert done.ok == b"\x01" * 4, done.reasons
+    assert [len(asked) for asked in first.served] == [2, 2]
+    assert directory.landed == p.Landed(LANDING, [LINK], 3 * PAGE)
+    assert directory.committed is not None
+    assert directory.committed.ok == b"\x00\x01\x01\x01"
+    for place, page in enumerate(pages):
+        lies_there = bytes(directory.segment.view[place * PAGE : (place + 1) * PAGE]) == pattern(page, PAGE)
+        assert lies_there == bool(directory.committed.ok[place])
