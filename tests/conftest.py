@@ -77,11 +77,23 @@ class NodeProcess:
         return self.process.wait(15)
 
     def signal(self, signum: int) -> None:
+        """A node that is to stand still does so when this returns: on a busy machine its threads run on for a while."""
         assert self.process is not None
         self.process.send_signal(signum)
+        if signum == signal.SIGSTOP:
+            pid = self.process.pid
+            wait_until(lambda: stands_still(pid), 60, "the node stands still")
 
     def settings(self, **explicit: object) -> Settings:
         return load_settings({}, {}, {"socket": self.socket, "node": "external"} | explicit)[0]
+
+
+def stands_still(pid: int) -> bool:
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # a thread has just ended
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import pytest
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.mover import Mover
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
+from hicache_mooncake.client.storing import Parts
 from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.node.store import Store
 from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
@@ -317,3 +318,37 @@ def test_movers_are_connected_before_the_first_batch(start_node: Callable[..., N
         wait_until(lambda: connections() >= 3, 60, "both movers and the rank are connected")
     finally:
         rank.close()
+
+
+def store_often(parts: Parts, seconds: dict[bool, float], times: int) -> list[bool]:
+    ways: list[bool] = []
+    for _ in range(times):
+        ways.append(parts.split())
+        parts.took(ways[-1], seconds[ways[-1]])
+    return ways
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_large_stores_are_made_the_way_that_is_faster_and_now_and_then_the_other(better: bool) -> None:
+    """Where no core is idle, messages that overlap with copies take the mover's own time."""
+    parts = Parts()
+    ways = store_often(parts, {better: 1e-9, not better: 2e-9}, 200)
+    assert ways[:6] == [True] * 3 + [False] * 3, "both are tried"
+    assert 0 < ways[6:].count(not better) < 20
+    after = store_often(parts, {better: 2e-9, not better: 1e-9}, 200)
+    assert after[-100:].count(not better) > 80, "what has become slower is left"
+
+
+def test_stores_go_on_whichever_way_is_tried(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    kinds = []
+    for number in range(8):
+        pages = chain(f"c{number}", 30)
+        assert pair.store(pages).ok == b"\x01" * 30
+        pair.mover.settle()
+        kinds.append(pair.node.kinds().count("Reserve"))
+        assert pair.load(pages).ok == b"\x01" * 30
+        pair.mover.settle()
+        pair.node.kinds()
+    assert kinds[:6] == [3, 3, 3, 1, 1, 1]
+    assert set(kinds[6:]) <= {1, 3}

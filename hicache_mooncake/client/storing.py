@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from statistics import median
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.batch import Batch
@@ -23,6 +24,31 @@ LOAD_PARTS = (0.25, 0.75)
 _PARTS_FROM_PAGES, _PARTS_FROM_BYTES = 24, 1 << 20
 """Of fewer pages or bytes a question more costs what it saves."""
 SETTLE_S = 0.1
+_SAMPLES = 3
+_TRY_EVERY = 16
+"""Large stores: one of so many is made the other way, to see."""
+
+
+class Parts:
+    """Whether large stores are faster in parts. They are where the node has a core to itself meanwhile; where all are busy,
+    each message more costs the mover a turn. Tried both ways, judged by medians. No clock: times come in."""
+
+    def __init__(self) -> None:
+        self._took: dict[bool, deque[float]] = {way: deque(maxlen=_SAMPLES) for way in (True, False)}
+        self._stores = 0
+
+    def split(self) -> bool:
+        """Is this store to be split?"""
+        for way in (True, False):
+            if len(self._took[way]) < _SAMPLES:
+                return way
+        self._stores += 1
+        better = median(self._took[True]) <= median(self._took[False])
+        return better != (self._stores % _TRY_EVERY == 0)
+
+    def took(self, split: bool, seconds_a_byte: float) -> None:
+        """A large store that was copied in whole took so long."""
+        self._took[split].append(seconds_a_byte)
 
 
 class Storing:
@@ -32,6 +58,7 @@ class Storing:
         self._link = link
         self._copies = copies
         self._later = later
+        self._parts = Parts()
 
     def store(
         self, memory: EngineMemory, batch: Batch, ok: bytearray, reasons: Counter[str], deadline: float
@@ -39,8 +66,11 @@ class Storing:
         """All keys, in rounds: what found no room is tried again shortly after, while there is time."""
         todo = list(range(batch.count))
         stored_bytes, had = 0, 0
+        large = is_large(batch.count, batch.body_bytes)
+        split = large and self._parts.split()
+        began = time.monotonic()
         for pause in (*_NO_ROOM_RETRIES_S, None):
-            refused, copied, already = self._store_once(memory, batch, todo, ok, reasons, deadline)
+            refused, copied, already = self._store_once(memory, batch, todo, ok, reasons, deadline, split=split)
             stored_bytes += copied
             had += already
             if not refused or pause is None or time.monotonic() + pause > deadline:
@@ -49,17 +79,27 @@ class Storing:
                 break
             time.sleep(pause)
             todo = refused
+        if large and stored_bytes == batch.count * batch.body_bytes:
+            self._parts.took(split, (time.monotonic() - began) / stored_bytes)
         return stored_bytes, had
 
     def _store_once(
-        self, memory: EngineMemory, batch: Batch, todo: list[int], ok: bytearray, reasons: Counter[str], deadline: float
+        self,
+        memory: EngineMemory,
+        batch: Batch,
+        todo: list[int],
+        ok: bytearray,
+        reasons: Counter[str],
+        deadline: float,
+        *,
+        split: bool,
     ) -> tuple[list[int], int, int]:
         """One round: (pages that found no room, bytes copied, pages that were there already).
 
         All room is reserved before anything is committed, head first, as if it were one question: no part is evicted for
         another, and if it is not enough the tail goes without."""
         job = batch.job
-        parts = in_parts(todo, batch.body_bytes, _STORE_PARTS)
+        parts = in_parts(todo, batch.body_bytes, _STORE_PARTS) if split else [todo]
         until = deadline + SETTLE_S
         reserved = self._link.ask(self._reserve(batch, parts[0]), deadline)
         segment = self._link.segment
@@ -138,10 +178,14 @@ class Storing:
         return whole, [0 if isinstance(checksum, str) else checksum for checksum in copied]
 
 
+def is_large(pages: int, body_bytes: int) -> bool:
+    return pages >= _PARTS_FROM_PAGES and pages * body_bytes >= _PARTS_FROM_BYTES
+
+
 def in_parts(pages: list[int], body_bytes: int, shares: Sequence[float]) -> list[list[int]]:
     """A large batch in parts, head first, and a small one whole."""
     count = len(pages)
-    if count < _PARTS_FROM_PAGES or count * body_bytes < _PARTS_FROM_BYTES:
+    if not is_large(count, body_bytes):
         return [pages]
     cuts = [0, *(int(count * share) for share in itertools.accumulate(shares[:-1])), count]
     return [pages[first:end] for first, end in itertools.pairwise(cuts)]
