@@ -14,7 +14,7 @@ from hicache_mooncake.node.service import Node
 from hicache_mooncake.transfer import tcp
 from tests.conftest import wait_until
 from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, Linked, MakePair, faults, figure, names, nothing_lent, pair
-from tests.memory_transport import Faults, opener
+from tests.memory_transport import Faults, MemoryLink, opener
 
 __all__ = ["faults", "pair"]
 
@@ -163,6 +163,27 @@ def test_shared_room_of_a_link_that_cannot_be_ended_is_neither_stored_nor_free(p
     faults.gate.set()
     with linked.b.lock:
         linked.b.store.validate()
+
+
+def test_a_transport_that_breaks_while_it_ends_a_link_keeps_nobody_waiting(
+    pair: MakePair, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that was installed raised what the contract does not name: the room stayed in use, the mover's connection
+    broke, and the thread that was to give back what it held waited for ever."""
+    linked = Linked(pair(opener(faults)), faults, shared=True)
+    connections = figure(linked.b, "connections")
+    faults.fail = True
+
+    def breaks(_link: MemoryLink) -> None:
+        raise RuntimeError("no such session")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryLink, "close", breaks)
+        outcome = linked.reader.load(NS, linked.pages)
+        assert outcome.ok == ALL, outcome.reasons
+        wait_until(lambda: figure(linked.b, "quarantined_bytes") == COUNT * PAGE, LONG_S, "its room is set aside")
+        assert figure(linked.b, "connections") == connections
+        nothing_lent(linked.b)
 
 
 @pytest.mark.fault(

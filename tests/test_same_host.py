@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +15,12 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client.mover import Mover
+from hicache_mooncake.client.node_link import NodeLink
 from hicache_mooncake.client.siblings import MAX_NEIGHBOURS, Siblings
 from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
-from hicache_mooncake.wire import connect
+from hicache_mooncake.transfer.memory import ForeignMemory
+from hicache_mooncake.wire import Wire, connect
 from tests.conftest import MasterProcess, NodeProcess, wait_until
 from tests.test_pool_local import Admin
 
@@ -276,6 +280,45 @@ def test_who_does_not_answer_is_left_alone_for_a_while(
     assert siblings.answer(neighbour, time.monotonic() + 0.3) is None
     assert siblings.ask(peer, question(hashes(1)), time.monotonic() + 30) is None
     assert siblings.filenos() == []
+
+
+def test_an_answer_that_came_while_other_pages_were_copied_is_taken(
+    start_node: Callable[..., NodeProcess], siblings: Siblings
+) -> None:
+    """Its pages went by tcp, and the neighbour was left alone for a while, because the asker's own copies had taken long."""
+    node = start_node("a", "16MiB")
+    for _ in range(2):  # with its welcome, and without
+        neighbour = siblings.ask(told_of(node), question(hashes(1)), time.monotonic() + 60)
+        assert neighbour is not None
+        wait_until(lambda: poll_readable(siblings), 60, "it answers")
+        over = time.monotonic()
+        answer = siblings.answer(neighbour, over, over + 60)
+        assert answer is not None
+        assert list(answer[0].status) == [p.MISS]
+
+
+def test_a_mover_without_work_lets_go_of_neighbours(
+    start_node: Callable[..., NodeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection kept a node that nobody used any more, and all its memory, for as long as the engine slept."""
+    monkeypatch.setattr("hicache_mooncake.client.siblings._IDLE_S", 0.5)
+    monkeypatch.setattr("hicache_mooncake.client.mover._NEIGHBOURS_S", 0.05)
+    node = start_node("a", "16MiB")
+    ours, engines = socket.socketpair()
+    mover = Mover(ForeignMemory(os.getpid(), []), NodeLink(node.socket, "load", "test"), os.getpid())
+    until = time.monotonic() + 60
+    neighbour = mover._siblings.ask(told_of(node), question(hashes(1)), until)
+    assert neighbour is not None
+    assert mover._siblings.answer(neighbour, until) is not None
+    waiting = threading.Thread(target=mover.wait, args=(Wire(ours),), daemon=True)
+    waiting.start()
+    try:
+        wait_until(lambda: mover._siblings.filenos() == [], 60, "it has let go")
+    finally:
+        engines.close()
+        waiting.join(60)
+        mover.close()
+        ours.close()
 
 
 def test_neighbours_are_bounded(silent: Callable[[str], p.Peer], siblings: Siblings) -> None:

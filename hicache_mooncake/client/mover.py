@@ -44,6 +44,8 @@ _to_mover = p.decoder(p.ToMover)
 
 _SIBLING_SHARE = 0.25
 """Of the time that is left: how long a neighbour on this host is waited for, before its pages are asked for by tcp."""
+_NEIGHBOURS_S = 30.0
+"""How often a mover without work looks whether it still needs them: what they hold stays while it is connected."""
 _WAIT_SHARE = 0.5
 """Of the time that is left: how long a rank waits for another that fetches the same pages, before it fetches them itself."""
 
@@ -105,7 +107,8 @@ class Mover:
             node = self._link.idle_fileno()
             if node is not None:
                 poll.register(node, select.POLLIN)
-            ready = {fd for fd, _ in poll.poll(None if self._engine is not None else 1000)}
+            look_s = 1.0 if self._engine is None else _NEIGHBOURS_S if self._siblings.filenos() else None
+            ready = {fd for fd, _ in poll.poll(None if look_s is None else look_s * 1000)}
             if self._engine in ready or (self._engine is None and os.getppid() != self._engine_pid):
                 return False
             if node in ready:
@@ -331,7 +334,8 @@ class Mover:
     ) -> int | None:
         """Pages of a neighbour on this host, from its segment: how many came whole, or None when it did not answer. Those that
         did not come are asked for elsewhere, where their reasons are counted."""
-        answer = self._siblings.answer(neighbour, until)
+        now = time.monotonic()
+        answer = self._siblings.answer(neighbour, until, now + (deadline - now) / 2)
         if answer is None:
             return None
         located, segment = answer

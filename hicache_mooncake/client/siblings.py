@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import time
 from collections.abc import Collection
 
@@ -95,9 +96,12 @@ class Siblings:
                     break
         return None
 
-    def answer(self, neighbour: Neighbour, until: float) -> tuple[p.Located, Mapping] | None:
+    def answer(self, neighbour: Neighbour, until: float, at_most: float = 0.0) -> tuple[p.Located, Mapping] | None:
         """What it says, and its segment, which is valid until the next `ask`, `drop` or `close`. None: it is not the node that
-        it should be, gone, or too slow; then it is left alone for a while."""
+        it should be, gone, or too slow; then it is left alone for a while. One that has begun to answer is waited for up to
+        `at_most`: who asked may have copied other pages past `until`, which is no fault of the neighbour's."""
+        if _readable(neighbour.wire):
+            until = max(until, at_most)
         try:
             if neighbour.segment is None:
                 neighbour.segment = self._welcomed(neighbour, until)
@@ -195,3 +199,9 @@ class Siblings:
         while len(self._retries) >= _MAX_RETRIES:
             del self._retries[next(iter(self._retries))]
         self._retries[name] = retry
+
+
+def _readable(wire: Wire) -> bool:
+    poll = select.poll()
+    poll.register(wire.fileno(), select.POLLIN)
+    return bool(poll.poll(0))

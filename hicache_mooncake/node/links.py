@@ -138,7 +138,7 @@ class Links:
         try:
             if self._transport is not None:
                 self._transport.close()
-        except TransportError as error:
+        except Exception as error:
             self.unfenced = True
             log.error("the %s transport could not be closed: %s", self._scheme, error)
         finally:
@@ -367,9 +367,11 @@ class Links:
             fenced = self._transport.fences
             try:
                 held.way.link.close()
-            except TransportError as error:
+            except Exception as error:  # whatever it is, somebody waits for the end, and nothing is known of it
                 fenced = False
                 why += f", and could not be ended: {error}"
+                if not isinstance(error, TransportError):
+                    log.exception("the %s transport failed to end a link. Please report this", self._scheme)
             held.fenced = fenced
             with self._lock:
                 self._fences += 1
