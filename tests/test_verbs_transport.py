@@ -121,6 +121,13 @@ def connected(left: VerbsTransport, right: VerbsTransport, seconds: float = LONG
     return link, other
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy for a while is neither a rail on which nothing moves nor a peer that does not answer."""
+    monkeypatch.setattr(rails, "STALLED_S", LONG)
+    monkeypatch.setattr(rails, "ANSWER_S", LONG)
+
+
 @pytest.fixture
 def fabric() -> Iterator[FakeFabric]:
     with FakeFabric() as made:
@@ -447,7 +454,7 @@ def test_a_card_that_could_not_register_the_memory_is_passed_by(fabric: FakeFabr
 def test_a_small_batch_does_not_wait_for_a_huge_one(pair: Pair) -> None:
     left, right = pair.left.memory.address, pair.right.memory.address
     pair.left.card.slow(200e6)
-    huge = pair.left.link.submit("write", [Piece(left, right, SIZE)] * 40, time.monotonic() + LONG)
+    huge = pair.left.link.submit("write", [Piece(left, right, SIZE)] * 4000, time.monotonic() + LONG)
     small = pair.left.link.submit("write", [Piece(left, right, 1000)], time.monotonic() + LONG)
     small.wait()
     assert not huge.done
