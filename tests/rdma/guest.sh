@@ -6,7 +6,7 @@ word() { sed -n "s/.*\b$1=\([^ ]*\).*/\1/p" /proc/cmdline; }
 ulimit -l unlimited
 ip link set lo up
 for n in 0 1; do
-    ip link add "dummy$n" type dummy
+    ip link add "dummy$n" type dummy 2>/dev/null # the first comes with the module
     ip link set "dummy$n" mtu 4200 # RoCE of 4,096 bytes, with its headers
     ip addr add "10.77.$n.1/24" dev "dummy$n"
     ip link set "dummy$n" up
@@ -15,13 +15,13 @@ done
 rdma link
 
 cd "$(word guest_checkout)" || exit
-export PYTHONPATH=$PWD:$PWD/master PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD:$PWD/master PYTHONUNBUFFERED=1
 files=()
 for part in $(word guest_parts | tr , ' '); do
     files+=("tests/rdma/guest_$part.py")
 done
 # Without the project's conftest, whose imports take long here.
 select=$(word guest_select)
-"$(word guest_python)" -m pytest ${select:+-k "$select"} --noconftest -p no:cacheprovider -p no:xdist -o timeout=300 -m "not slow" -v --durations=5 -rfE "${files[@]}"
+"$(word guest_python)" -m pytest ${select:+-k "$select"} --noconftest -p no:cacheprovider -p no:xdist -o timeout=600 --tb=short -m "not slow" -v --durations=5 -rfE "${files[@]}"
 echo "GUEST_STATUS=$?"
 exec /bin/busybox poweroff -f

@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
-PARTS = ("bindings", "doctor", "transport")
+PARTS = ("bindings", "doctor", "transport", "nodes")
 QEMU = "qemu-system-x86_64"
 LIMIT_S = 900.0
 NO_ANSWER = 99
