@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client import over_links
+from hicache_mooncake.client.fetch import RemoteReads
 from hicache_mooncake.testing.local import pattern
 from hicache_mooncake.transfer import tcp
 from tests.conftest import wait_until
@@ -19,7 +22,7 @@ LONG_S = 30.0
 
 
 class LinkedHolder(PageServer):
-    """Writes over a link into the segment of `directory`. The second time it is asked it waits for `go_on`."""
+    """Writes over a link into the segment of `directory`. It waits for `go_on` when it is asked for the second time."""
 
     def __init__(self, name: str, directory: Directory, go_on: Callable[[], bool]) -> None:
         super().__init__(name)
@@ -106,3 +109,42 @@ def test_a_page_that_went_past_its_place_while_the_link_was_busy_is_not_stored(
     for place, page in enumerate(pages):
         lies_there = bytes(directory.segment.view[place * PAGE : (place + 1) * PAGE]) == pattern(page, PAGE)
         assert lies_there == bool(directory.committed.ok[place])
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside another node"])
+def test_a_link_is_not_ended_for_what_its_reader_was_busy_with(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    """Copies of pages that were here took all the time that the link had, while its answer lay there: the link was ended, and
+    the pages came once more by tcp."""
+    directory = reader.directory
+    assert isinstance(directory, Claiming)
+    pages = names(*range(4))
+    first, second = LinkedHolder("first", directory, lambda: True), PageServer("second")
+    run = RemoteReads.run
+
+    def late(reads: RemoteReads) -> None:
+        def answered() -> bool:
+            reads.poke()
+            streams = list(reads._streams.values())
+            return len(streams) == 1 + others and all(len(select.select([stream], [], [], 0)[0]) for stream in streams)
+
+        wait_until(answered, LONG_S, "answers lie there")
+        for stream in reads._streams.values():
+            if stream.ask.over_link:
+                stream.ask.until = time.monotonic()
+        run(reads)
+
+    monkeypatch.setattr(RemoteReads, "run", late)
+    try:
+        first.hold(pages)
+        second.hold(pages[3:])
+        reader.place(pages[:3], first)
+        reader.place(pages[3:], second if others else first)
+        done = reader.load(pages, budget_s=LONG_S)
+    finally:
+        first.close()
+        second.close()
+    assert done.ok == b"\x01" * 4, done.reasons
+    assert len(first.served) == 1
+    assert directory.landed == p.Landed(LANDING, [LINK], (3 if others else 4) * PAGE)

@@ -6,6 +6,7 @@ connection is the fence: whatever the node still sends lands nowhere. It comes b
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
@@ -30,6 +31,8 @@ _SENDING_S = 0.2
 """A request is small: who does not take it within this time does not read."""
 _TURN_BYTES = 1 << 20
 """From one node, over all its lanes, before the others are looked at."""
+_ANSWER_BYTES = 32 << 10
+"""More than the answer of a holder that has written over a link."""
 _AT_ONCE_S = 0.002
 """Who began to read later than this after asking did something else first."""
 
@@ -73,6 +76,10 @@ class _Stream:
             except TimeoutError:
                 now = time.monotonic()
                 if now >= self.ask.until:
+                    if not self.ask.over_link or self.received > _ANSWER_BYTES:
+                        raise
+                    with contextlib.suppress(BlockingIOError):  # the link has written: that is not to be taken for silence
+                        return self.at_once()
                     raise
                 self._source = self.connection.source(min(self.ask.until, now + BLAME_AFTER_S / 2))
 
@@ -197,7 +204,8 @@ class RemoteReads:
             late = self._plan.expired(time.monotonic())
             for fd in ready:
                 stream_ready = self._streams.get(fd)
-                if stream_ready is not None and stream_ready.ask not in late:
+                # The answer of who wrote over a link is short, and its link would be ended for a delay of this end's.
+                if stream_ready is not None and (stream_ready.ask not in late or stream_ready.ask.over_link):
                     self._turn(stream_ready, alone=False)
             self._take_connected()
             for ask in late:
