@@ -18,6 +18,7 @@ from hicache_mooncake.testing.fake_verbs import FakeCard, FakeFabric, FakeHost, 
 from hicache_mooncake.transfer.transport import Link, Pending, Piece, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs import rails
 from hicache_mooncake.transfer.verbs.api import VerbsError, Work
+from hicache_mooncake.transfer.verbs.handshake import announce, frame
 from hicache_mooncake.transfer.verbs.link import VerbsLink
 from hicache_mooncake.transfer.verbs.traffic import Traffic
 from hicache_mooncake.transfer.verbs.transport import VerbsTransport
@@ -544,6 +545,20 @@ def test_a_peer_that_does_not_speak_the_handshake_is_refused(fabric: FakeFabric,
         with pytest.raises(TransportError) as caught:
             transport.accept([ours], time.monotonic() + (0.3 if not said else LONG))
     assert caught.value.reason == ("deadline" if not said else "peer")
+    assert ours.fileno() == -1
+    transport.close()
+
+
+def test_a_peer_that_is_gone_after_its_first_word_leaves_no_queue_pair(fabric: FakeFabric) -> None:
+    names = ("mlx5_0", "mlx5_1")
+    transport = VerbsTransport(TransportOptions(), fabric.host("left", names).binding())
+    ours, theirs = socket.socketpair()
+    theirs.sendall(frame(announce([at.port for at in transport.ports])))
+    theirs.close()
+    with pytest.raises(TransportError) as caught:
+        transport.connect([ours], time.monotonic() + LONG)
+    assert caught.value.reason == "peer"
+    assert not fabric.qps
     assert ours.fileno() == -1
     transport.close()
 

@@ -8,23 +8,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from hicache_mooncake.quiet import QuietLog
-from hicache_mooncake.transfer import gids
 from hicache_mooncake.transfer.batches import Batches, Inbox, check_pieces
 from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Extents, Link, Op, Pending, Piece, TransportError
 from hicache_mooncake.transfer.verbs import handshake
-from hicache_mooncake.transfer.verbs.api import Device, QpOptions, Status, VerbsError
+from hicache_mooncake.transfer.verbs.api import Status, VerbsError
 from hicache_mooncake.transfer.verbs.channel import Channel
 from hicache_mooncake.transfer.verbs.fair_lock import FairLock
-from hicache_mooncake.transfer.verbs.handshake import check_rail, remote_qp, short
+from hicache_mooncake.transfer.verbs.handshake import short
+from hicache_mooncake.transfer.verbs.pairing import LocalPort, Pairing, common_rails
 from hicache_mooncake.transfer.verbs.progress import Progress
-from hicache_mooncake.transfer.verbs.rails import ANSWER_S, Loss, Port, Rail, Rails, State, pairs
+from hicache_mooncake.transfer.verbs.rails import ANSWER_S, Loss, Port, Rail, Rails, State
 from hicache_mooncake.transfer.verbs.registration import Part, Table, parse_token
-from hicache_mooncake.transfer.verbs.send_queue import SendQueue
 from hicache_mooncake.transfer.verbs.slices import Lookup
 from hicache_mooncake.transfer.verbs.traffic import Queue, Traffic
 
@@ -35,23 +32,12 @@ TURN_BYTES = 4 << 20
 """Of a batch, before the next one has its turn: more than over sockets, since these move faster and cost as much."""
 POLL_S = 30e-6
 """After a completion the next one is polled for so long before the thread sleeps: an event costs about as much."""
-PATIENCE = QpOptions(ack_timeout=16, retries=4)
-"""A rail that does not answer fails after about 1.3 s: early enough for another one within a call's usual deadline."""
 COLLECT_S = 1e-3
 """Of completions of one rail at a time, before others have their turn."""
 LOOK_S = 1.0
 """How often batches that nobody waits for are looked at."""
 MAX_UNSENT = 1 << 20
 """Bytes for the channel that the peer has not taken; who has more to tell waits."""
-
-
-@dataclass(slots=True)
-class LocalPort:
-    """A port of this host that links use."""
-
-    device: Device
-    port: Port
-    gid_index: int
 
 
 class RailReport(NamedTuple):
@@ -107,7 +93,8 @@ class VerbsLink(Link):
         self._theirs: list[Port] = []
         self._rails = Rails([])
         self._traffic = Traffic(self._batches, self._rails, self._local, self._there, self._near)
-        self._refusals: list[str] = []
+        self._pairing: Pairing | None = None
+        """Once the peer has announced its ports."""
         self._open = False
         self._error: TransportError | None = None
         self._hurried = False
@@ -142,7 +129,8 @@ class VerbsLink(Link):
                 if left <= 0 or not self._changed.wait(min(left, threading.TIMEOUT_MAX)):
                     raise TransportError("deadline", f"the peer has not taken {self._channel.unsent} bytes of notices")
             self._check_alive()
-            self._say(handshake.Notice(message))
+            with self._guarded():
+                self._say(handshake.Notice(message))
             self._check_alive()
 
     def notices(self) -> list[bytes]:
@@ -252,31 +240,26 @@ class VerbsLink(Link):
     # ------------------------------------------------------------------ the channel
 
     def _say(self, message: handshake.Control) -> None:
-        if self._error is None:
-            try:
-                self._channel.say(message)
-            except TransportError as error:
-                self._die(error)
+        self._channel.say(message)
 
     def _on_channel(self, _events: int) -> None:
         with self._guarded():
-            if self._error is None and self._channel.unsent:
+            if self._error is not None:
+                return
+            if self._channel.unsent:
                 self._channel.flush()
                 self._changed.notify_all()
-            if self._error is None:
-                for message in self._channel.hear():
-                    self._heard(message)
-                    if self._error is not None:
-                        return
-                self._advance()
+            for message in self._channel.hear():
+                self._heard(message)
+            self._advance()
 
     def _fail(self, error: TransportError) -> None:
         self._die(error, None if self._open else handshake.Refusal(short(str(error))))
 
     def _heard(self, message: handshake.Control) -> None:
         match message:
-            case handshake.Ports() if not self._theirs:
-                self._meet(message)
+            case handshake.Ports() if self._pairing is None:
+                self._meet(handshake.announced(message))
             case handshake.Refusal():
                 raise TransportError("peer", f"{self.name} refuses a verbs link: {short(message.reason)}")
             case handshake.Bye():
@@ -284,151 +267,58 @@ class VerbsLink(Link):
             case handshake.Notice():
                 if not self._inbox.put(message.body):
                     raise TransportError("peer", f"{self.name} has sent more notices than are looked at")
-            case handshake.Begun() if not self._connected and not self._open:
-                self._settle()
-            case handshake.Pair() if not self._connected:
-                check_rail(message, len(self._rails.all))
-                self._answer_pair(self._rails.all[message.rail], message)
-            case handshake.Paired() | handshake.NotPaired() | handshake.Ready() | handshake.Lost() | handshake.Gone():
-                check_rail(message, len(self._rails.all))
-                rail = self._rails.all[message.rail]
-                if message.generation == rail.generation:
-                    self._heard_of_rail(rail, message)
+            case handshake.Begun() if self._pairing is not None and not self._connected and not self._open:
+                self._begun(self._pairing)
+            case handshake.Pair() if self._pairing is not None and not self._connected:
+                self._pairing.answer(message)
+            case handshake.Paired() | handshake.NotPaired() | handshake.Ready() | handshake.Lost() | handshake.Gone() if (
+                self._pairing is not None
+            ):
+                self._pairing.hear(message)
             case _:
                 raise TransportError("peer", f"{self.name} says {type(message).__name__} where it makes no sense")
 
-    def _meet(self, message: handshake.Ports) -> None:
-        self._theirs = handshake.announced(message)
+    def _meet(self, theirs: list[Port]) -> None:
         ports = self._owner.ports
         ours = [port.port for port in ports]
-        made = pairs(ours, self._theirs) if self._connected else [(here, there) for there, here in pairs(self._theirs, ours)]
-        if not made:
-            raise TransportError(
-                "unavailable",
-                "the hosts have no RDMA ports of one fabric: "
-                + "; ".join(
-                    f"{side} {', '.join(f'{port.name} {port.link_layer} {port.gid}' for port in some)}"
-                    for side, some in ((self.name, self._theirs), ("here", ours))
-                )
-                + _why_not(ours, self._theirs),
-            )
-        self._rails = Rails(made)
+        self._theirs = theirs
+        self._rails = common_rails(ours, theirs, self.name, connected=self._connected)
         self._traffic = Traffic(self._batches, self._rails, self._local, self._there, self._near)
+        self._pairing = Pairing(
+            ports,
+            theirs,
+            self._rails,
+            self._traffic,
+            self._owner.progress,
+            self.name,
+            connected=self._connected,
+            say=self._say,
+            completed=self._on_completions,
+        )
         if not self._connected:
             self._say(handshake.announce(ours))
 
-    def _settle(self) -> None:
-        if not self._rails.up:
-            raise TransportError("unavailable", "no rail could be made: " + ("; ".join(self._refusals[:8]) or "none was tried"))
+    def _begun(self, pairing: Pairing) -> None:
+        pairing.begin()
         self._open = True
         self._changed.notify_all()
 
-    # ------------------------------------------------------------------ rails
-
     def _advance(self) -> None:
         """What follows from what was heard, and from the time."""
-        if self._error is not None or not self._theirs:
+        pairing = self._pairing
+        if self._error is not None or pairing is None:
             return
-        now = time.monotonic()
         if self._connected:
-            for rail in self._rails.due(now):
-                self._ask_for_pair(rail)
-            if not self._open and not any(rail.state is State.PAIRING for rail in self._rails.all):
-                self._settle()
+            pairing.ask(time.monotonic())
+            if not self._open and pairing.tried:
+                self._begun(pairing)
                 self._say(handshake.Begun())
         if self._open:
             self._pump()
 
-    def _make_queue(self, rail: Rail) -> Queue:
-        local = self._owner.ports[rail.local]
-        queue: Queue = SendQueue(local.device, local.port.number)
-        self._traffic.queues[rail.index] = queue
-        self._owner.progress.watch(queue.cq.fileno(), partial(self._on_completions, rail, queue))
-        return queue
-
-    def _ask_for_pair(self, rail: Rail) -> None:
-        generation = self._rails.pairing(rail, time.monotonic())
-        try:
-            queue = self._make_queue(rail)
-            address = queue.qp.address(self._owner.ports[rail.local].gid_index)
-        except VerbsError as error:
-            self._lose(rail, Loss.FAILED, f"no queue pair: {error.reason}", gone=True)
-            return
-        self._say(handshake.Pair(rail.index, generation, address.number, address.psn, address.rd_atomic))
-
-    def _answer_pair(self, rail: Rail, message: handshake.Pair) -> None:
-        if rail.state is not State.DOWN or message.generation <= rail.generation:
-            raise TransportError("peer", f"{self.name} pairs rail {rail.index} again, which is {rail.state.value}")
-        self._rails.pairing(rail, time.monotonic(), message.generation)
-        try:
-            queue = self._make_queue(rail)
-            address = queue.qp.address(self._owner.ports[rail.local].gid_index)
-            self._connect(rail, queue, message)
-        except VerbsError as error:
-            self._lose(rail, Loss.FAILED, f"no queue pair: {error.reason}", gone=True)
-            self._say(handshake.NotPaired(rail.index, message.generation, short(error.reason)))
-            return
-        self._say(handshake.Paired(rail.index, message.generation, address.number, address.psn, address.rd_atomic))
-
-    def _connect(self, rail: Rail, queue: Queue, message: handshake.Pair | handshake.Paired) -> None:
-        local, there = self._owner.ports[rail.local], self._theirs[rail.remote]
-        queue.qp.connect(remote_qp(message, there), local.gid_index, min(local.port.mtu, there.mtu), PATIENCE)
-
-    def _heard_of_rail(
-        self,
-        rail: Rail,
-        message: handshake.Paired | handshake.NotPaired | handshake.Ready | handshake.Lost | handshake.Gone,
-    ) -> None:
-        match message, rail.state:
-            case handshake.Paired(), State.PAIRING if self._connected:
-                try:
-                    self._connect(rail, self._traffic.queues[rail.index], message)
-                except VerbsError as error:
-                    self._lose(rail, Loss.FAILED, f"not connected: {error.reason}", gone=False)
-                    return
-                self._rails.came_up(rail, time.monotonic())
-                self._say(handshake.Ready(rail.index, rail.generation))
-            case handshake.NotPaired(), State.PAIRING if self._connected:
-                self._lose(rail, Loss.FAILED, f"the peer has no queue pair: {short(message.reason)}", gone=True)
-            case handshake.Ready(), State.PAIRING if not self._connected:
-                self._rails.came_up(rail, time.monotonic())
-            case handshake.Lost(), State.UP | State.PAIRING:
-                loss = Loss.FAILED if message.failed else Loss.FENCED
-                self._lose(rail, loss, f"lost by the peer: {short(message.reason)}", gone=True)
-                self._say(handshake.Gone(rail.index, rail.generation))
-            case handshake.Lost(), State.ENDING:
-                self._gone(rail)
-                self._say(handshake.Gone(rail.index, rail.generation))
-            case handshake.Gone(), State.ENDING:
-                self._gone(rail)
-
-    def _gone(self, rail: Rail) -> None:
-        self._rails.gone(rail)
-        self._traffic.restore(rail)
-
-    def _lose(self, rail: Rail, loss: Loss, reason: str, *, gone: bool, blame: str = "device") -> None:
-        """Ends this life of a rail. With none left, or one that cannot be ended, the link is over."""
-        if self._error is not None:
-            return
-        queue = self._traffic.queues.get(rail.index)
-        if queue is not None:
-            self._owner.progress.unwatch(queue.cq.fileno())
-        local, there = self._owner.ports[rail.local].port, self._theirs[rail.remote]
-        what = f"rail {local.name} to {there.name} of {self.name}"
-        now = time.monotonic()
-        error = TransportError(blame, f"{what} failed: {reason}")
-        loss = self._traffic.lose(rail, loss, now, error, gone=gone)
-        if not gone:
-            self._say(handshake.Lost(rail.index, rail.generation, loss is Loss.FAILED, short(reason)))
-        if loss is Loss.FAILED:
-            self._refusals.append(f"{what}: {reason}")
-            del self._refusals[:-8]
-            state = "is quarantined" if rail.quarantined else "is set aside for a while"
-            quietly(logging.WARNING, f"rail {self.name} {rail.index}", f"{what} failed and {state}: {reason}")
-        if self._traffic.unfenced:
-            self._die(TransportError("device", f"{what}: its queue pair cannot be destroyed: {self._traffic.unfenced}"))
-        elif self._open and self._rails.hopeless(now):
-            self._die(TransportError(blame, f"no rail to {self.name} is left: {'; '.join(self._refusals)}"))
+    def _lose(self, rail: Rail, loss: Loss, reason: str, blame: str = "device") -> None:
+        assert self._pairing is not None
+        self._pairing.lose(rail, loss, reason, gone=False, blame=blame)
 
     # ------------------------------------------------------------------ batches
 
@@ -453,7 +343,7 @@ class VerbsLink(Link):
     def _pump(self) -> None:
         for rail, error in self._traffic.pump(time.monotonic()):
             if rail.state is State.UP:
-                self._lose(rail, Loss.FAILED, f"posting failed: {error.reason}", gone=False)
+                self._lose(rail, Loss.FAILED, f"posting failed: {error.reason}")
         if self._traffic.over:
             self._hurry()
 
@@ -461,9 +351,9 @@ class VerbsLink(Link):
         """Ends what batches that have ended have posted, and with it what others have on the same rails: they go again."""
         for rail in self._traffic.ended():
             if rail.state is State.UP:
-                self._lose(rail, Loss.FENCED, "to end a batch", gone=False)
+                self._lose(rail, Loss.FENCED, "to end a batch")
 
-    def _on_completions(self, rail: Rail, queue: Queue, _events: int) -> None:
+    def _on_completions(self, rail: Rail, queue: Queue) -> None:
         with self._guarded():
             if self._traffic.queues.get(rail.index) is not queue:
                 return
@@ -471,10 +361,9 @@ class VerbsLink(Link):
                 queue.cq.ack()
                 queue.armed = False
             except VerbsError as error:
-                self._lose(rail, Loss.FAILED, f"completions: {error.reason}", gone=False)
+                self._lose(rail, Loss.FAILED, f"completions: {error.reason}")
             self._collect_some(rail)
-            if self._error is None:
-                self._advance()
+            self._advance()
 
     def _collect_some(self, rail: Rail) -> None:
         queue = self._traffic.queues.get(rail.index)
@@ -482,7 +371,7 @@ class VerbsLink(Link):
             try:
                 self._collect(rail, queue)
             except VerbsError as error:
-                self._lose(rail, Loss.FAILED, f"completions: {error.reason}", gone=False)
+                self._lose(rail, Loss.FAILED, f"completions: {error.reason}")
 
     def _collect(self, rail: Rail, queue: Queue) -> None:
         """Goes on while completions come, and not for long: others want the lock, and other rails have completions, too."""
@@ -492,8 +381,8 @@ class VerbsLink(Link):
             some, failure, guilty = self._traffic.collect(rail, now)
             if failure is not None:
                 blame = "peer" if failure.status == Status.RETRY_EXC_ERR else "device"
-                self._lose(rail, Loss.FENCED if guilty else Loss.FAILED, failure.status_text, gone=False, blame=blame)
-                if self._error is None and self._traffic.over:
+                self._lose(rail, Loss.FENCED if guilty else Loss.FAILED, failure.status_text, blame)
+                if self._traffic.over:
                     self._fence()
                 return
             now = time.monotonic()
@@ -525,12 +414,3 @@ class VerbsLink(Link):
             quietly(logging.INFO, f"link {self.name}", f"verbs link to {self.name} is over: {error}")
         self._owner.forget(self)
         self._changed.notify_all()
-
-
-def _why_not(ours: Sequence[Port], theirs: Sequence[Port]) -> str:
-    """Of the first port on either side."""
-    if not ours or not theirs:
-        return ""
-    here, there = ours[0], theirs[0]
-    why = gids.mismatch(here.gid, there.gid, here.link_layer, there.link_layer)
-    return f". {why[:1].upper()}{why[1:]}" if why else ""

@@ -19,8 +19,9 @@ from hicache_mooncake.transfer.verbs.api import Binding, BindingUnavailable, Dev
 from hicache_mooncake.transfer.verbs.bindings import load_binding
 from hicache_mooncake.transfer.verbs.fair_lock import FairLock
 from hicache_mooncake.transfer.verbs.handshake import MAX_PORTS
-from hicache_mooncake.transfer.verbs.link import LocalPort, VerbsLink
+from hicache_mooncake.transfer.verbs.link import VerbsLink
 from hicache_mooncake.transfer.verbs.nearness import Nearness
+from hicache_mooncake.transfer.verbs.pairing import LocalPort
 from hicache_mooncake.transfer.verbs.progress import Progress
 from hicache_mooncake.transfer.verbs.rails import Port
 from hicache_mooncake.transfer.verbs.registration import Part, Registration, register
