@@ -52,10 +52,27 @@ def test_what_is_there_is_found_without_sleeping(wires: tuple[Wire, socket.socke
     assert soon.look_s() > 0
 
 
+class Noticed(Soon):
+    """Tells when somebody has looked in vain."""
+
+    def __init__(self) -> None:
+        super().__init__(cores=2)
+        self.looked = threading.Event()
+
+    def in_vain(self) -> None:
+        super().in_vain()
+        self.looked.set()
+
+
 def test_what_comes_late_is_slept_for_and_makes_looking_rare(wires: tuple[Wire, socket.socket]) -> None:
     wire, theirs = wires
-    soon = Soon(cores=2)
-    sender = threading.Timer(0.3, theirs.sendall, [frame(ANSWER)])
+    soon = Noticed()
+
+    def send() -> None:
+        soon.looked.wait(20)
+        theirs.sendall(frame(ANSWER))
+
+    sender = threading.Thread(target=send)
     sender.start()
     assert wire.receive(_from_node, time.monotonic() + 30, soon) == ANSWER
     sender.join()
