@@ -27,7 +27,7 @@ from tests.test_pool_local import Admin
 NS = b"n" * 16
 PAGE = 64 << 10
 HERE = ("--host-id", "here")
-PATIENT_S = 15.0
+PATIENT_S = 7.5
 
 
 def hashes(*names: object) -> list[bytes]:
