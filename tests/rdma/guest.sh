@@ -22,6 +22,6 @@ for part in $(word guest_parts | tr , ' '); do
 done
 # Without the project's conftest, whose imports take long here.
 select=$(word guest_select)
-"$(word guest_python)" -m pytest ${select:+-k "$select"} --noconftest -p no:cacheprovider -p no:xdist -o timeout=600 --tb=short -m "not slow" -v --durations=5 -rfE "${files[@]}"
+"$(word guest_python)" -m pytest ${select:+-k "$select"} --noconftest -p no:cacheprovider -p no:xdist -o timeout=600 --tb=short -m "not slow" -v --durations=12 -rfE "${files[@]}"
 echo "GUEST_STATUS=$?"
 exec /bin/busybox poweroff -f
