@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from hicache_mooncake.transfer.batches import Inbox
 from hicache_mooncake.transfer.tcp_transport import TcpLink, TcpTransport
-from hicache_mooncake.transfer.transport import Link, Op, Pending, Piece, Transport, TransportError, TransportOptions
+from hicache_mooncake.transfer.transport import Extents, Link, Op, Pending, Piece, Transport, TransportError, TransportOptions
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Faults:
     local_unregister_ignored: bool = False
     registers_once: bool = False
     registers_overlaps: bool = False
+    learns_for_good: bool = False
     ignores_deadline: bool = False
     late_is_tried: bool = False
     ignores_cancel: bool = False
@@ -110,12 +111,15 @@ class FaultyLink(Link):
         self._last: Pending | None = None
         self._local = 0
         self._soft_closed = False
+        self._learned = Extents()
         if self.faults.notices_unbounded:
             inner.inbox = Inbox(1 << 30, 1 << 40)
         if self.faults.leaks_thread_per_link:
             transport.start(transport.over.wait)
 
     def learn(self, address: int, length: int, token: bytes) -> None:
+        if self.faults.learns_for_good:
+            self._learned.add(address, length, token)
         self._inner.learn(address, length, token)
 
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:

@@ -18,9 +18,10 @@ import pytest
 
 from hicache_mooncake.transfer import channel_link, channel_transport
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
-from hicache_mooncake.transfer.shm import ShmTransport
+from hicache_mooncake.transfer.shm import ShmTransport, _greet
 from hicache_mooncake.transfer.shm_copy import ProcessPlace
 from hicache_mooncake.transfer.transport import Link, Piece, TransportError, TransportOptions
+from hicache_mooncake.wire import Wire
 from tests import shm_peer
 
 LONG_S = 60.0
@@ -236,6 +237,117 @@ def test_a_peer_that_speaks_something_else_is_told_apart() -> None:
     with theirs, pytest.raises(TransportError, match="does not speak") as caught:
         transport.connect([ours], soon())
     assert caught.value.reason == "peer"
+
+
+# --------------------------------------------------------------------------- a peer that says anything
+
+
+class RawPeer:
+    """The other end of a link, message by message."""
+
+    def __init__(self) -> None:
+        self.transport = ShmTransport(TransportOptions())
+        ours, self.sock = socket.socketpair(socket.AF_UNIX)
+        greeting = threading.Thread(target=_greet, args=(self.sock, soon()))
+        greeting.start()
+        self.link = self.transport.connect([ours], soon())
+        greeting.join()
+        self.wire = Wire(self.sock)
+
+    def learn(self, number: int, address: int, length: int) -> None:
+        """A token of this peer, which is asked what it stands for."""
+        self.link.learn(address, length, channel_link.TOKEN.pack(b"map1", number))
+
+    def gives(self, number: int, memory: Memory) -> None:
+        self.wire.send(channel_link.Memory(number, True, True), [memory.fd])
+        link = self.link
+        assert isinstance(link, channel_link.ChannelLink)
+        until(lambda: link._places[number].ready)
+
+    def close(self) -> None:
+        self.wire.close()
+        self.transport.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[RawPeer]:
+    peer = RawPeer()
+    yield peer
+    peer.close()
+
+
+def test_memory_that_is_learned_anew_in_mid_batch_is_not_touched_before_the_peer_has_given_it(
+    raw: RawPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it lies is not known until then: at that address is something else of this process, or nothing."""
+    with memories(8 << 20, 8 << 20) as (mine, theirs):
+        raw.transport.register(mine.address, mine.length, mine.fd)
+        theirs.put(b"x" * theirs.length)
+        raw.learn(1, theirs.address, theirs.length)
+        raw.gives(1, theirs)
+        monkeypatch.setattr(raw.transport._copier, "put", lambda turn: None)  # it has not had its first turn yet
+        pending = raw.link.submit("read", [Piece(mine.address, theirs.address, 8 << 20)], soon())
+        raw.learn(2, theirs.address, theirs.length)
+        with pytest.raises(TransportError) as caught:
+            pending.wait()
+        assert caught.value.reason == "bounds"
+        assert mine.get() == bytes(8 << 20)
+
+
+def test_a_token_stands_for_one_stretch_of_memory(raw: RawPeer) -> None:
+    """Else a peer could have bytes moved outside what is mapped of it."""
+    with memories(4096, 4096, 4096) as (mine, one, other):
+        raw.transport.register(mine.address, mine.length, mine.fd)
+        one.put(b"1" * 4096)
+        raw.learn(1, one.address, 4096)
+        raw.gives(1, one)
+        with pytest.raises(TransportError) as caught:
+            raw.learn(1, other.address, 4096)
+        assert caught.value.reason == "bounds"
+        raw.link.submit("read", [Piece(mine.address, one.address, 4096)], soon()).wait()
+        assert mine.get() == b"1" * 4096
+
+
+def test_memory_that_is_told_of_again_is_mapped_once(raw: RawPeer) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("told-of-again")
+
+    fd = create_memfd("told-of-again", 4096)
+    try:
+        theirs = Memory(4096, "heap")
+        theirs.fd = fd
+        for _ in range(3):
+            raw.learn(1, theirs.address, 4096)
+            raw.gives(1, theirs)
+        assert mapped() == 1
+        raw.link.learn(theirs.address, 4096, channel_link.TOKEN.pack(b"map1", 2))
+        raw.gives(2, theirs)
+        assert mapped() == 1
+    finally:
+        os.close(fd)
+
+
+def test_descriptors_that_nobody_asked_for_end_the_link(raw: RawPeer) -> None:
+    """A peer could take all that this process may have."""
+
+    def held() -> int:
+        names = []
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return sum("nobody-asked-for" in name for name in names)
+
+    fd = create_memfd("nobody-asked-for", 4096)
+    try:
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                raw.wire.send(channel_link.Revoked(1), [fd] * 100, soon())
+        until(lambda: not raw.link.alive)
+        raw.wire.close()
+        raw.link.close()
+        assert held() == 1
+    finally:
+        os.close(fd)
 
 
 # --------------------------------------------------------------------------- another process

@@ -265,3 +265,26 @@ def test_notices_are_taken_once_in_order_and_bounded() -> None:
     assert inbox.take() == [b"one", b"two", b"x"]
     assert inbox.take() == []
     assert inbox.put(b"too long")
+
+
+@pytest.mark.parametrize(("address", "length"), [(-1, 10), (-100, 200), (10, 0), (10, -5), ((1 << 64) - 5, 10), (1 << 70, 1)])
+def test_what_no_memory_can_have_is_no_stretch(address: int, length: int) -> None:
+    """A peer says where its memory lies, and a lane cannot write such a place down."""
+    extents = Extents()
+    for put in (extents.add, extents.replace):
+        with pytest.raises(TransportError) as caught:
+            put(address, length, b"")
+        assert caught.value.reason == "bounds"
+    extents.add((1 << 64) - 10, 10, b"")
+
+
+def test_a_stretch_takes_the_place_of_those_it_overlaps() -> None:
+    extents = Extents()
+    for start in (0, 100, 200, 300):
+        extents.add(start, 100, b"old")
+    assert extents.replace(150, 100, b"new") == [100, 200]
+    assert extents.find(150, 100) == (150, 100, b"new")
+    assert [extents.find(start, 100)[2] for start in (0, 300)] == [b"old"] * 2
+    for start in (100, 250):
+        with pytest.raises(TransportError):
+            extents.find(start, 50)

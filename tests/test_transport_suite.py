@@ -75,6 +75,7 @@ BROKEN: list[tuple[str, str, tuple[Any, ...]]] = [
     ("unregister_ignored", "test_nothing_lands_in_memory_that_was_unregistered_under_way", ()),
     ("local_unregister_ignored", "test_what_was_unregistered_here_is_refused_here", ()),
     ("registers_once", "test_memory_may_be_registered_again", ()),
+    ("learns_for_good", "test_another_stretch_of_it_may_be_registered_later", (0, 5000)),
     ("registers_overlaps", "test_registrations_that_overlap_are_refused", ()),
     ("ignores_deadline", "test_a_batch_ends_at_its_deadline", ("read",)),
     ("ignores_deadline", "test_a_batch_ends_at_its_deadline", ("write",)),

@@ -28,13 +28,13 @@ class TestTcp(TransportTests):
 
     @pytest.mark.parametrize("lanes", [1, 3])
     def test_a_batch_goes_over_all_lanes(self, lanes: int) -> None:
-        before = set(threading.enumerate())
+        before = set(threading.enumerate())  # of which other tests' may end, and begin others meanwhile
         near, _, mine, theirs = self.sharing(_BIG, TransportOptions(lanes=lanes))
         assert near.transport.channels == lanes
         for op in ("read", "write"):
             near.move(op, [Piece(mine.address, theirs.address, _BIG)] * 4)  # type: ignore[arg-type]
         same(mine.bytes(), theirs.bytes(), "what was moved")
-        names = [thread.name for thread in threading.enumerate() if thread not in before]
+        names = [each.name for each in threading.enumerate() if each not in before and each.name.startswith("tcp-lane")]
         assert sorted(names) == sorted(2 * [f"tcp-lane-{number}" for number in range(lanes)])
 
     def test_how_many_lanes_there_may_be(self) -> None:

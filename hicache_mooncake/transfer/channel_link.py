@@ -42,6 +42,8 @@ _ANSWER_S = 10.0
 _TELL_S = 1.0
 """The same, while somebody waits."""
 _LOOK_S = 0.1
+_MAX_FDS = 64
+"""That have come and whose message has not. They come with the first byte of a frame, so few do before it is whole."""
 _UNBOUNDED = 1 << 62
 """Bytes under way: a turn for each thread that copies."""
 
@@ -163,12 +165,16 @@ class ChannelLink(Link):
                 raise TransportError(
                     "memory", f"{MAX_REGIONS} stretches of a peer's memory are known: it must share larger ones"
                 )
-            self._learned.add(address, length, token)
-            former = [old for old in self._places.values() if old.address == address]
+            same = self._places.get(number)
+            if same is not None and (same.address, same.length) != (address, length):
+                raise TransportError("bounds", f"the token of {length} bytes at {address:#x} is that of other memory")
+            if same is not None and type(same) is type(place) and not same.ended:
+                return
+            starts = self._learned.replace(address, length, token)
+            former = [old for old in self._places.values() if old.address in starts]
             self._places[number] = place
         for old in former:
-            if old.number != number:
-                self._drop(old)
+            self._drop(old)
         self._tell(Want(number), time.monotonic() + _ANSWER_S)
 
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
@@ -217,8 +223,8 @@ class ChannelLink(Link):
             places, self._places = list(self._places.values()), {}
         for place in places:
             self._drop(place)
-        self.let_go()
         self._transport.forget(self)
+        self.let_go()
 
     # ---- copying
 
@@ -255,6 +261,9 @@ class ChannelLink(Link):
                 last += 1
             if place is None or not place.hold():
                 return TransportError("bounds", f"the peer has taken back its memory at {pieces[at].remote:#x}")
+            if not place.ready:  # it was learned anew since the batch was submitted
+                place.release()
+                return TransportError("bounds", f"the peer has registered its memory at {pieces[at].remote:#x} anew")
             try:
                 place.copy(op, pieces[at:last])
             except TransportError as error:
@@ -335,7 +344,7 @@ class ChannelLink(Link):
     # ---- memory
 
     def _drop(self, place: Place) -> None:
-        """Nobody copies from or to it any more when this returns, or else the link ends."""
+        """Nobody copies from or to it any more when it is quiet then."""
         place.end(TransportError("bounds", f"the peer has taken back its memory at {place.address:#x}"))
         place.wait_quiet(self.patience_s)
         if place.quiet:
@@ -377,7 +386,11 @@ class ChannelLink(Link):
         detail = f"{self.who} has closed the link"
         try:
             while True:
-                self._handle(self._wire.receive(_decoder))
+                message = self._wire.receive(_decoder)
+                self._fds += self._wire.take_fds()
+                if len(self._fds) > _MAX_FDS:
+                    raise ProtocolError("descriptors came that no memory was announced with")
+                self._handle(message)
         except ProtocolError as error:
             detail = f"{self.who} broke the protocol of shared memory: {error}"
         except (WireClosed, OSError):
@@ -406,6 +419,9 @@ class ChannelLink(Link):
                         self._learned.remove(place.address)
                 if place is not None:
                     self._drop(place)
+                    if not place.quiet:
+                        self.end("peer", f"copies from or to memory that {self.who} takes back have not ended")
+                        return
                 self._tell(Revoked(message.id), time.monotonic() + _ANSWER_S)
             case Revoked():
                 with self._cond:
@@ -428,7 +444,6 @@ class ChannelLink(Link):
             self._tell(offer, until, fds)
 
     def _received(self, message: Memory) -> None:
-        self._fds += self._wire.take_fds()
         if message.has_fd and not self._fds:
             raise ProtocolError("memory came without its descriptor")
         fd = self._fds.pop(0) if message.has_fd else -1

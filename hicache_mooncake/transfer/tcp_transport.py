@@ -205,7 +205,7 @@ class TcpLink(Link):
     def learn(self, address: int, length: int, token: bytes) -> None:
         if len(token) != TOKEN_BYTES:
             raise TransportError("bounds", f"a token of {len(token)} bytes: those of tcp have {TOKEN_BYTES}")
-        self.remote.add(address, length, token)
+        self.remote.replace(address, length, token)
 
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
         self._check_alive()

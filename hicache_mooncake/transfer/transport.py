@@ -92,7 +92,8 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def learn(self, address: int, length: int, token: bytes) -> None:
-        """The peer has registered this stretch of its memory: what its `Transport.register` returned, however it came here."""
+        """The peer has registered this stretch of its memory: what its `Transport.register` returned, however it came here.
+        What was learned of before and overlaps it is forgotten: the peer has unregistered that. Raises TransportError."""
 
     @abc.abstractmethod
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
@@ -189,6 +190,14 @@ def open_transport(scheme: str, options: TransportOptions) -> Transport:
     return made
 
 
+_ADDRESSES = 1 << 64
+
+
+def _check_range(address: int, length: int) -> None:
+    if not (length > 0 and address >= 0 and address + length <= _ADDRESSES):
+        raise TransportError("bounds", f"{length} bytes at {address} are no memory")
+
+
 class Extents:
     """Stretches of memory by address, none of which overlap. Thread-safe."""
 
@@ -198,12 +207,29 @@ class Extents:
 
     def add(self, address: int, length: int, token: bytes) -> None:
         """Raises TransportError when it overlaps another one, unless it is the same stretch, whose token is then the new
-        one."""
+        one, and when it is none that memory can have."""
+        _check_range(address, length)
         with self._lock:
-            for start, (size, _) in self._tokens.items():
-                if start < address + length and address < start + size and (start, size) != (address, length):
+            for start, size in self._overlapping(address, length):
+                if (start, size) != (address, length):
                     raise TransportError("bounds", f"{length} bytes at {address:#x} overlap {size} bytes at {start:#x}")
             self._tokens[address] = (length, token)
+
+    def replace(self, address: int, length: int, token: bytes) -> list[int]:
+        """Add it in place of all that it overlaps. Returns where those began. Raises TransportError when it is none that memory
+        can have."""
+        _check_range(address, length)
+        with self._lock:
+            former = [start for start, _ in self._overlapping(address, length)]
+            for start in former:
+                del self._tokens[start]
+            self._tokens[address] = (length, token)
+        return former
+
+    def _overlapping(self, address: int, length: int) -> list[tuple[int, int]]:
+        return [
+            (start, size) for start, (size, _) in self._tokens.items() if start < address + length and address < start + size
+        ]
 
     def remove(self, address: int) -> bytes | None:
         """The token that was there."""

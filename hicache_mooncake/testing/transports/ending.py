@@ -113,6 +113,18 @@ class EndingTests(TransportHarness):
             near.move("read", [Piece(mine.address, theirs.address, theirs.length)])
             same(mine.bytes(), theirs.bytes(), "what was moved")
 
+    @pytest.mark.parametrize(("first", "length"), [(0, 5000), (4096, 61440)])
+    def test_another_stretch_of_it_may_be_registered_later(self, first: int, length: int) -> None:
+        """Memory is freed, and what is made next lies partly where it was."""
+        near, far, mine, theirs = self.sharing(1 << 16)
+        far.transport.unregister(theirs.address)
+        part = theirs.address + first
+        token = far.transport.register(part, length, theirs.shared_fd, first)
+        near.link.learn(part, length, token)
+        near.move("read", [Piece(mine.address, part, length)])
+        same(mine.bytes(0, length), theirs.bytes(first, length), "what was moved")
+        fails("bounds", lambda: near.move("read", [Piece(mine.address, theirs.address + (0 if first else 65_535), 1)]))
+
     def test_registrations_that_overlap_are_refused(self) -> None:
         near, _, mine, theirs = self.sharing(1 << 16)
         with pytest.raises(TransportError):

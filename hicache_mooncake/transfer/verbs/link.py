@@ -108,7 +108,8 @@ class VerbsLink(Link):
     def learn(self, address: int, length: int, token: bytes) -> None:
         tables = parse_token(token, address, length)
         with self._lock:
-            self._remote.add(address, length, token)
+            for former in self._remote.replace(address, length, token):
+                del self._tables[former]
             self._tables[address] = tables
 
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
