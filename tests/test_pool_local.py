@@ -824,13 +824,13 @@ def test_a_node_of_another_user_is_not_trusted_on_the_default_path(tmp_path: Pat
             os.setuid(65534)
             listener = socket.socket(socket.AF_UNIX)
             listener.bind(path)
-            os.chmod(path, 0o777)
             listener.listen()
-            time.sleep(30)
+            os.chmod(path, 0o777)  # last: that is what is waited for
+            time.sleep(100)
         finally:
             os._exit(0)
     try:
-        wait_until(lambda: os.path.exists(path) and os.stat(path).st_mode & 0o002, 5)
+        wait_until(lambda: os.path.exists(path) and os.stat(path).st_mode & 0o002, 60)
         connect(path, 2.0).close()
         with pytest.raises(WireClosed, match="served by user 65534"):
             connect(path, 2.0, own_user=True)
