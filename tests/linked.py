@@ -41,8 +41,8 @@ class Pair:
         self.a, self.b = self.node("a"), self.node("b")
 
     def node(self, name: str, **settings: object) -> Node:
-        own = {"socket": str(self.tmp_path / f"{name}.sock"), "name": name, "host_id": name}
-        node = Node(load_settings({}, {}, self.options | own | settings)[0])
+        own = {"socket": str(self.tmp_path / f"{name}.sock"), "name": name}
+        node = Node(load_settings({}, {}, {"host_id": name} | self.options | own | settings)[0])
         node.start()
         wait_until(lambda: node.link.state == "joined", LONG_S, "joined")
         return node

@@ -12,6 +12,7 @@ import pytest
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.node import links
+from hicache_mooncake.node.service import Node
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.tcp_transport import TcpTransport
 from hicache_mooncake.transfer.transport import TransportError, TransportOptions
@@ -133,16 +134,16 @@ def test_without_links_there_is_no_transport(pair: MakePair) -> None:
 # ---------------------------------------------------------------------- pages that are given away
 
 
-def hand_over(linked: Linked) -> None:
-    with linked.a.lock:
-        linked.a.core.draining = True  # from here on it asks who has room
-    wait_until(lambda: linked.a.room(), LONG_S, "a master says who has room")
-    linked.a.drain(lambda: False)
+def hand_over(giver: Node) -> None:
+    with giver.lock:
+        giver.core.draining = True  # from here on it asks who has room
+    wait_until(giver.room, LONG_S, "a master says who has room")
+    giver.drain(lambda: False)
 
 
 def test_pages_given_away_go_over_the_link(pair: MakePair, faults: Faults) -> None:
     linked = Linked(pair(opener(faults), drain_s=20.0), faults)
-    hand_over(linked)
+    hand_over(linked.a)
     assert figure(linked.a, "handed_over") == COUNT + 1
     assert figure(linked.b, "objects") == COUNT + 1
     assert figure(linked.a, "link_sent_bytes") >= (COUNT + 1) * PAGE
@@ -150,11 +151,20 @@ def test_pages_given_away_go_over_the_link(pair: MakePair, faults: Faults) -> No
     assert (outcome.ok, outcome.local_bytes) == (ALL, COUNT * PAGE)
 
 
+def test_pages_given_to_a_node_of_the_same_host_go_by_no_card(pair: MakePair, faults: Faults) -> None:
+    both = pair(opener(faults), drain_s=20.0, host_id="here")
+    both.stored(both.rank(both.a), both.rank(both.b), *range(COUNT))
+    hand_over(both.a)
+    assert figure(both.a, "handed_over") == COUNT
+    assert faults.links == 0
+    assert (figure(both.a, "links_making"), figure(both.a, "links_made")) == (0, 0)
+
+
 def test_pages_given_over_a_link_that_fails_are_not_stored_half(pair: MakePair, faults: Faults) -> None:
     linked = Linked(pair(opener(faults), drain_s=20.0), faults)
     faults.fail = True
     used = figure(linked.b, "used_bytes")
-    hand_over(linked)
+    hand_over(linked.a)
     assert figure(linked.b, "objects") in (0, COUNT + 1), "nothing, or by tcp when it was tried again"
     if not figure(linked.b, "objects"):
         assert figure(linked.b, "used_bytes") == used
@@ -166,7 +176,7 @@ def test_pages_given_over_a_link_that_fails_are_not_stored_half(pair: MakePair, 
 def test_what_was_given_and_arrived_damaged_is_not_stored(pair: MakePair, faults: Faults) -> None:
     linked = Linked(pair(opener(faults), drain_s=20.0), faults)
     faults.corrupt = True
-    hand_over(linked)
+    hand_over(linked.a)
     stored = figure(linked.b, "objects")
     assert stored < COUNT + 1
     assert figure(linked.b, "taken") == stored

@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.config import Settings
 from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.core import NodeCore, Steps
 from hicache_mooncake.node.links import Links
@@ -43,6 +44,7 @@ class Giving(Protocol):
     """Whose pages are given away: a node."""
 
     name: str
+    settings: Settings
     core: NodeCore
     lock: threading.Lock
     segment: Mapping
@@ -175,7 +177,7 @@ class Giver:
 
     def _exchange(self, connection: tcp.PeerConnection, give: Give, deadline: float) -> Given:
         sock = connection.sock
-        push = msgspec.structs.replace(give.push, link=self._node.links.link_to(give.peer))
+        push = msgspec.structs.replace(give.push, link=self._link(give.peer))
         tcp.set_timeouts(sock, deadline - time.monotonic())
         tcp.send_message(sock, push)
         reply = tcp.receive_message(sock, _push_decoder, deadline)
@@ -198,6 +200,13 @@ class Giver:
         if not isinstance(pushed, p.Pushed) or pushed.id != push.id or len(pushed.ok) != len(offsets):
             raise p.ProtocolError("the answer does not match the pages that were sent")
         return Given(reply.status, pushed.ok)
+
+    def _link(self, peer: p.Peer) -> int:
+        """0: none. What stays on this host is no card's business."""
+        here = self._node.settings.host_id
+        if any(room.host_id == here and room.peer.node == peer.node for room in self._node.room() if here):
+            return 0
+        return self._node.links.link_to(peer)
 
     def _close_all(self) -> None:
         while self._connections:
