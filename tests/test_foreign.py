@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import pytest
 
 from hicache_mooncake import TransferEngine
 from hicache_mooncake.testing import TransportTests
-from hicache_mooncake.transfer.transport import Piece, TransportError, TransportOptions, open_transport
+from hicache_mooncake.transfer.foreign.base import Engine, ForeignTransport, _greet
+from hicache_mooncake.transfer.transport import Link, Op, Piece, TransportError, TransportOptions, open_transport
 from tests.linked import ALL, COUNT, NS, PAGE, Linked, MakePair, faults, figure, pair
 from tests.memory_transport import Faults
 
@@ -105,3 +111,114 @@ def test_without_the_wheel_it_is_said_which_to_install(
     with pytest.raises(TransportError, match=f"pip install {package}") as caught:
         open_transport(scheme, TransportOptions())
     assert caught.value.reason == "unavailable"
+
+
+# --------------------------------------------------------------------------- an engine that does what it is told
+
+
+class FakeEngine(Engine):
+    def __init__(self, move: Callable[[], None]) -> None:
+        self._move = move
+
+    def hello(self) -> bytes:
+        return b"here"
+
+    def attach(self, hello: bytes, host: str) -> str:
+        return host
+
+    def detach(self, peer: str) -> None: ...
+
+    def register(self, address: int, length: int) -> None: ...
+
+    def unregister(self, address: int) -> None: ...
+
+    def how(self, address: int) -> bytes:
+        return b""
+
+    def reach(self, peer: str, how: bytes) -> None: ...
+
+    def move(self, op: Op, peer: str, pieces: Sequence[Piece]) -> None:
+        self._move()
+
+    def close(self) -> None: ...
+
+
+class FakeTransport(ForeignTransport):
+    scheme: ClassVar[str] = "fake"
+    magic: ClassVar[bytes] = b"fake"
+
+    def __init__(self, move: Callable[[], None] = lambda: None) -> None:
+        super().__init__(TransportOptions())
+        self._fake = FakeEngine(move)
+
+    def start(self, host: str) -> Engine:
+        return self._fake
+
+
+@contextlib.contextmanager
+def fakes(near: FakeTransport, far: FakeTransport) -> Iterator[Link]:
+    """Of `near`, with 10 bytes at 4096 to be moved from or to 10 at 1 << 20."""
+    ours, theirs = socket.socketpair()
+    deadline = time.monotonic() + 20.0
+    accepting = threading.Thread(target=far.accept, args=([theirs], deadline))
+    accepting.start()
+    link = near.connect([ours], deadline)
+    accepting.join()
+    near.register(4096, 4096)
+    link.learn(1 << 20, 4096, far.register(1 << 20, 4096))
+    yield link
+    near.close()
+    far.close()
+
+
+def test_an_engine_that_raises_what_it_should_not_ends_the_batch() -> None:
+    """Bindings raise what they like, and whoever waits for the batch would wait until its deadline."""
+
+    def move() -> None:
+        raise RuntimeError("a bug of the engine")
+
+    with fakes(FakeTransport(move), FakeTransport()) as link:
+        for _ in range(5):  # more than there are threads
+            with pytest.raises(TransportError, match="a bug of the engine") as caught:
+                link.submit("read", [Piece(4096, 1 << 20, 10)], time.monotonic() + 20.0).wait()
+            assert caught.value.reason == "device"
+
+
+def test_an_engine_that_cannot_tell_of_its_memory_ends_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the link can be closed, which waits for its thread on both ends."""
+    far = FakeTransport()
+
+    def how(address: int) -> bytes:
+        raise RuntimeError("a bug of the engine")
+
+    monkeypatch.setattr(far._fake, "how", how)
+    with fakes(FakeTransport(), far) as link:
+        with pytest.raises(TransportError) as caught:
+            link.submit("read", [Piece(4096, 1 << 20, 10)], time.monotonic() + 20.0).wait()
+        assert caught.value.reason == "peer"
+
+
+def test_a_peer_that_greets_a_byte_at_a_time_has_no_more_time_than_others() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"fake" + bytes(4))
+        with pytest.raises(TransportError) as caught:
+            _greet(ours, b"fake", b"", time.monotonic() - 1.0)
+        assert caught.value.reason == "deadline"
+
+
+def test_a_channel_that_breaks_while_a_link_is_made_is_the_peers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is asked for when it may be gone already."""
+    transport = FakeTransport()
+
+    def attach(hello: bytes, host: str) -> str:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(transport._fake, "attach", attach)
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"fake" + bytes(4))
+    with theirs, pytest.raises(TransportError) as caught:
+        transport.connect([ours], time.monotonic() + 20.0)
+    assert caught.value.reason == "peer"
+    assert ours.fileno() == -1
+    transport.close()

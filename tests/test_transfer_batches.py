@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -166,6 +168,20 @@ def test_a_batch_that_is_late_is_not_begun() -> None:
     batch = batches.admit("read", [Piece(0, 0, 10)], time.monotonic() - 1)
     assert batches.cut("read") is None
     assert _reason(batch) == "deadline"
+
+
+def test_batches_that_were_late_are_forgotten_while_nothing_can_be_begun() -> None:
+    """A peer that does not answer keeps the room, and others go on asking."""
+    batches = _batches(10)
+    batches.admit("read", [Piece(1, 1, 10)], LATER)
+    while batches.cut("read") is not None:
+        pass
+    late = batches.admit("read", [Piece(1, 1, 10)], time.monotonic() - 1)
+    assert late.done
+    kept = weakref.ref(late)
+    del late
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_turn_that_is_lost_ends_its_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -259,6 +260,8 @@ class Batches:
     def _stopped(self, batch: Batch) -> None:
         with self._condition:
             self._forget(batch)
+            with contextlib.suppress(ValueError):  # it would be kept until there is room to cut
+                self._queues[batch.op].remove(batch)
         if not batch.quiet:
             self._hurry()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 import os
 import socket
 import struct
@@ -32,6 +33,8 @@ from hicache_mooncake.wire import Wire, WireClosed, WireTimeout
 
 if TYPE_CHECKING:
     from hicache_mooncake.transfer.channel_transport import ChannelTransport, Own
+
+log = logging.getLogger(__name__)
 
 FENCE_S = 3.0
 """How long a peer may take to say that it has stopped. It has a step to finish, which takes milliseconds."""
@@ -395,6 +398,9 @@ class ChannelLink(Link):
             detail = f"{self.who} broke the protocol of shared memory: {error}"
         except (WireClosed, OSError):
             pass
+        except Exception as error:  # what a foreign engine raises, say: a close waits for this thread
+            log.exception("the link to %s ends", self.who)
+            detail = f"the link to {self.who} met {error!r}"
         self.stop("peer", detail)
         with contextlib.suppress(OSError):
             while self._channel.recv(1 << 16):

@@ -118,9 +118,11 @@ class ChannelTransport(Transport):
                     link.abandon()
                     raise
                 self._links.add(link)
-        except BaseException:
+        except BaseException as error:
             for channel in channels:
                 channel.close()
+            if isinstance(error, OSError):
+                raise TransportError("peer", f"the channel to the peer broke: {error}") from error
             raise
         return link
 

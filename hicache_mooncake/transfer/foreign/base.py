@@ -169,7 +169,12 @@ class ForeignLink(ChannelLink):
         return _ForeignPending(self, batch)
 
     def move(self, op: Op, pieces: Sequence[Piece]) -> None:
-        self._engine.move(op, self._peer, pieces)
+        try:
+            self._engine.move(op, self._peer, pieces)
+        except TransportError:
+            raise
+        except Exception as error:  # its bindings raise what they like, and the batch must end
+            raise TransportError("device", f"the engine of {self.who} failed to {op}: {error!r}") from error
 
     def let_go(self) -> None:
         self._copier.close(_GRACE_S)  # a thread that is in the engine ends with what it does there
@@ -220,7 +225,10 @@ def _greet(channel: socket.socket, magic: bytes, hello: bytes, deadline: float) 
 def _exactly(channel: socket.socket, size: int, deadline: float) -> bytes:
     data = b""
     while len(data) < size:
-        channel.settimeout(max(deadline - time.monotonic(), 0.001))
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("deadline passed")
+        channel.settimeout(left)
         part = channel.recv(size - len(data))
         if not part:
             raise TransportError("peer", "the peer closed the channel instead of greeting")
