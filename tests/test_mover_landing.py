@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from hicache_mooncake.client import over_links
 from hicache_mooncake.client.fetch import RemoteReads
 from hicache_mooncake.testing.local import pattern
 from hicache_mooncake.transfer import tcp
+from hicache_mooncake.transfer.memory import ForeignMemory
 from tests.conftest import wait_until
 from tests.faults.holders import PAGE, Directory, PageServer, Reader, checksum_of, names
 
@@ -28,6 +31,7 @@ class LinkedHolder(PageServer):
         super().__init__(name)
         self._directory = directory
         self._go_on = go_on
+        self.lands = True
 
     def answer(self, sock: socket.socket, fetch: p.Fetch) -> None:
         each = [fetch.hashes[at : at + p.HASH_BYTES] for at in range(0, len(fetch.hashes), p.HASH_BYTES)]
@@ -36,7 +40,7 @@ class LinkedHolder(PageServer):
             wait_until(self._go_on, LONG_S, "the other holder's page has come")
         assert fetch.link == LINK
         for page, at in zip(each, fetch.into, strict=True):
-            if page in self.pages:
+            if page in self.pages and self.lands:
                 self._directory.segment.view[at : at + PAGE] = self.pages[page]
         status = bytes(p.LOCAL if page in self.pages else p.MISS for page in each)
         tcp.set_timeouts(sock, LONG_S)
@@ -148,3 +152,30 @@ def test_a_link_is_not_ended_for_what_its_reader_was_busy_with(
     assert done.ok == b"\x01" * 4, done.reasons
     assert len(first.served) == 1
     assert directory.landed == p.Landed(LANDING, [LINK], (3 if others else 4) * PAGE)
+
+
+def test_bytes_that_land_after_the_holders_word_are_a_miss(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They came between the copy to the engine, which is not read back, and the checksum of what had been copied."""
+    directory = reader.directory
+    assert isinstance(directory, Claiming)
+    (page,) = names("late")
+    holder = LinkedHolder("first", directory, lambda: True)
+    holder.lands = False
+    reader.mover.memory = ForeignMemory(os.getpid(), [p.Region(reader.view.address, reader.view.length, -1)])
+    reader._run = p.Run(reader.view.address, PAGE, PAGE)
+    move = ForeignMemory._move
+
+    def then_it_lands(memory: ForeignMemory, write: bool, *where: Any) -> None:
+        move(memory, write, *where)
+        directory.segment.view[:PAGE] = pattern(page, PAGE)
+
+    monkeypatch.setattr(ForeignMemory, "_move", then_it_lands)
+    try:
+        holder.hold([page])
+        reader.place([page], holder)
+        done = reader.load([page], budget_s=LONG_S)  # compares
+    finally:
+        holder.close()
+    assert done.reasons == {"checksum_remote": 1}
+    assert directory.committed is not None
+    assert directory.committed.ok == b"\x00"

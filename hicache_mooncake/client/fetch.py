@@ -14,6 +14,8 @@ import socket
 import time
 from collections.abc import Collection, Generator, Sequence
 
+import xxhash
+
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S
 from hicache_mooncake.client.batch import Batch, Landing
@@ -373,7 +375,11 @@ class RemoteReads:
                 continue
             place = self._links.place(ask, page)
             body = segment.view[place : place + batch.body_bytes]
-            arrived = self._memory.load(body, segment.address + place, batch.addresses(page), batch.layout, batch.seed(page))
+            # A card's last bytes may be seen only after its word: what is not read back is right before the copy and after it.
+            seed = batch.seed(page)
+            arrived = checksum if self._memory.reads_back else xxhash.xxh3_64_intdigest(body, seed)
+            if arrived == checksum:
+                arrived = self._memory.load(body, segment.address + place, batch.addresses(page), batch.layout, seed)
             if arrived == checksum:
                 self._links.received_bytes += batch.body_bytes
             self._settle(ask, page, checksum, arrived, in_segment=True)

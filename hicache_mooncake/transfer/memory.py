@@ -154,6 +154,9 @@ class EngineMemory(Protocol):
     `seed` is the page's `checksum_seed`. Each raises EngineMemoryError, before any byte is moved if a run is not in the memory
     that was shared."""
 
+    reads_back: bool
+    """`load` tells of bytes read from the engine after the copy, and not of those it copied from."""
+
     def store(self, addresses: Sequence[int], layout: BodyLayout, target: memoryview, target_address: int, seed: int) -> int:
         """Engine -> segment. Returns xxh3-64 of the body as it lies in the segment."""
 
@@ -204,6 +207,8 @@ class MappedMemory(_Receives):
     Every checksum of a load is of bytes read back from engine memory after the copy, strided ones too. `former`: what was
     mapped before; its mappings of the same files are taken over, and the others closed.
     """
+
+    reads_back = True
 
     def __init__(self, regions: Sequence[Region], fds: Sequence[int], former: MappedMemory | None = None) -> None:
         self._mappings: list[Mapping] = []
@@ -389,6 +394,8 @@ class ForeignMemory(_Receives):
 
     The checksum of a load is of the body, read after it was copied: what was written cannot be read back for less than it cost.
     """
+
+    reads_back = False
 
     def __init__(self, pid: int, regions: Sequence[Region]) -> None:
         self._pid = pid
