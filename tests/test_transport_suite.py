@@ -114,7 +114,8 @@ def _red(faults: Faults, test: str, arguments: tuple[Any, ...], *, deaf: bool = 
         patience_s = 20.0
 
     Broken.faults = faults
-    if faults.always_alive or faults.keeps_channels or faults.one_batch_at_a_time or deaf:
+    leaks = faults.leaks_descriptor or faults.leaks_thread_per_link
+    if faults.always_alive or faults.keeps_channels or faults.one_batch_at_a_time or leaks or deaf:
         Broken.patience_s = 2.0  # which it takes to turn red
     suite = Broken()
     suite.begin()

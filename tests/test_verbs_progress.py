@@ -94,11 +94,16 @@ def test_what_fails_is_logged_and_the_thread_goes_on(
     assert "out of order" in caplog.text
 
 
-def test_closing_ends_the_thread_and_leaves_no_descriptor(ends: tuple[socket.socket, socket.socket]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    threads = threading.active_count()
+def test_closing_ends_the_thread_and_leaves_no_descriptor(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+    closed: list[int] = []
+    eventfd, close = os.eventfd, os.close
+    monkeypatch.setattr(os, "eventfd", lambda *how: opened.append(eventfd(*how)) or opened[-1])
+    monkeypatch.setattr(os, "close", lambda fd: closed.append(fd) or close(fd))
     for used in (True, False):
-        progress = Progress("x", lambda: None)
+        progress = Progress("to be closed", lambda: None)
         if used:
             progress.watch(ends[0].fileno(), lambda _: None)
         progress.close()
@@ -106,8 +111,10 @@ def test_closing_ends_the_thread_and_leaves_no_descriptor(ends: tuple[socket.soc
         progress.wake()
         progress.watch(ends[0].fileno(), lambda _: None)
         progress.unwatch(ends[0].fileno())
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == before
+        assert progress._epoll.closed
+    assert not any(thread.name == "to be closed" for thread in threading.enumerate())
+    assert len(opened) == 2
+    assert [fd for fd in closed if fd in opened] == opened
 
 
 def test_it_may_be_closed_from_its_own_thread() -> None:
