@@ -17,7 +17,8 @@ from hicache_mooncake import TransferEngine
 from hicache_mooncake.testing import TransportTests
 from hicache_mooncake.transfer.foreign.base import Engine, ForeignTransport, _greet
 from hicache_mooncake.transfer.transport import Link, Op, Piece, TransportError, TransportOptions, open_transport
-from tests.linked import ALL, COUNT, NS, PAGE, Linked, MakePair, faults, figure, pair
+from tests.conftest import wait_until
+from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, Linked, MakePair, faults, figure, pair
 from tests.memory_transport import Faults
 
 __all__ = ["faults", "pair"]
@@ -92,7 +93,7 @@ def test_pages_between_nodes_come_over_the_real_one(pair: MakePair, faults: Faul
     before = figure(linked.b, "link_received_bytes")
     outcome = linked.reader.load(NS, linked.pages)
     assert outcome.ok == ALL, outcome.reasons
-    assert figure(linked.b, "link_received_bytes") == before + COUNT * PAGE
+    wait_until(lambda: figure(linked.b, "link_received_bytes") == before + COUNT * PAGE, LONG_S, "all pages counted")
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_pages_come_over_a_link_once_it_stands(pair: MakePair, faults: Faults, t
     outcome = linked.reader.load(NS, linked.pages)
     assert outcome.ok == ALL, outcome.reasons
     assert outcome.remote_bytes == COUNT * PAGE
-    assert figure(linked.b, "link_received_bytes") == before + COUNT * PAGE
+    wait_until(lambda: figure(linked.b, "link_received_bytes") == before + COUNT * PAGE, LONG_S, "all pages counted")
     assert figure(linked.a, "link_sent_bytes") >= COUNT * PAGE
     assert figure(linked.a, "remote_sent_bytes") == by_socket, "nothing of it by tcp"
     nothing_lent(linked.b)
@@ -58,7 +58,7 @@ def test_a_batch_larger_than_what_is_lent_takes_turns_in_its_room(pair: MakePair
     linked = Linked(pair(opener(faults), dram="1MiB"), faults)
     before, writes = figure(linked.b, "link_received_bytes"), faults.writes
     assert linked.reader.load(NS, linked.pages).ok == ALL
-    assert figure(linked.b, "link_received_bytes") == before + COUNT * PAGE
+    wait_until(lambda: figure(linked.b, "link_received_bytes") == before + COUNT * PAGE, LONG_S, "all pages counted")
     assert faults.writes == writes + COUNT // 2
     nothing_lent(linked.b)
 
