@@ -13,7 +13,7 @@ help:
 	@echo "make test        the tests, some with real SGLang servers: under 30 minutes on two cores"
 	@echo "                 PYTEST_ARGS='-m \"not e2e and not slow\"' leaves those out"
 	@echo "make test-all    lint, wheel, then every test: more model families, SGLang releases and administrators"
-	@echo "make test-rdma   those over RDMA, in a virtual machine with devices in software: 5 minutes; RDMA_PARTS=\"bindings\""
+	@echo "make test-rdma   those over RDMA, in a virtual machine with devices in software: up to 10 minutes; RDMA_PARTS=\"bindings\""
 	@echo "make matrix      every test, and docs/support-matrix.md from those that passed"
 	@echo "make lint        ruff check, ruff format --check, mypy --strict"
 	@echo "make sim         simulated clusters in trouble; SEEDS=1:1000, SIM_ARGS='--minutes 60'"
