@@ -22,6 +22,7 @@ import hicache_mooncake
 from hicache_mooncake import TransferEngine, TransportError
 from hicache_mooncake.security import ClusterKey
 from hicache_mooncake.transfer import channel_link, engine_wire, transport
+from hicache_mooncake.transfer.engine_wire import Share
 from hicache_mooncake.transfer.shm import ShmTransport
 
 LONG_S = 60.0
@@ -109,6 +110,29 @@ def test_a_peer_hears_of_memory_that_comes_and_goes(scheme: str) -> None:
         with pytest.raises(TransportError) as caught:
             peer.wait_region("never", time.monotonic() + 0.05)
         assert caught.value.reason == "deadline"
+
+
+def test_memory_that_comes_and_goes_is_not_kept_track_of_for_ever() -> None:
+    with engines(("tcp",), ("tcp",)) as (here, there):
+        peer = here.connect(there.address, soon())
+        heap = ctypes.create_string_buffer(8192)
+        for number in range(100):
+            there.unregister(there.register(ctypes.addressof(heap) + 64 * number, 64, name="again"))
+        there.register(ctypes.addressof(heap), 1, name="last")
+        peer.wait_region("last", soon())
+        assert len(peer._link.remote._tokens) == 1  # type: ignore[attr-defined]
+
+
+def test_a_peer_that_shares_memory_twice_is_left() -> None:
+    """There is no end to what it could share under one name."""
+    with engines(("tcp",), ("tcp",)) as (here, there):
+        peer = here.connect(there.address, soon())
+        heap = ctypes.create_string_buffer(8192)
+        there.register(ctypes.addressof(heap), 64, name="once")
+        peer.wait_region("once", soon())
+        (other,) = there.peers
+        other.tell(Share("once", ctypes.addressof(heap) + 4096, 64, bytes(16)))
+        until(lambda: not peer.alive)
 
 
 @pytest.mark.parametrize("scheme", BOTH)

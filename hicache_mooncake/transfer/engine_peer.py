@@ -162,6 +162,7 @@ class Peer:
             case Unshare():
                 with self._cond:
                     self._regions = {n: r for n, r in self._regions.items() if r.address != message.address}
+                self._link.unlearn(message.address)
             case Shared():
                 with self._cond:
                     self._told_all = True
@@ -170,6 +171,8 @@ class Peer:
     def _learn(self, share: Share) -> None:
         if len(self._regions) >= MAX_REGIONS:
             raise p.ProtocolError(f"more than {MAX_REGIONS} stretches of memory")
+        if share.name in self._regions:
+            raise p.ProtocolError(f"memory {share.name!r} is shared twice")
         try:
             self._link.learn(share.address, share.length, share.token)
         except TransportError as error:

@@ -207,6 +207,9 @@ class TcpLink(Link):
             raise TransportError("bounds", f"a token of {len(token)} bytes: those of tcp have {TOKEN_BYTES}")
         self.remote.replace(address, length, token)
 
+    def unlearn(self, address: int) -> None:
+        self.remote.remove(address)
+
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
         self._check_alive()
         check_pieces(pieces, self.transport.extents, self.remote)

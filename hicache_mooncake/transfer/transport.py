@@ -95,6 +95,10 @@ class Link(abc.ABC):
         """The peer has registered this stretch of its memory: what its `Transport.register` returned, however it came here.
         What was learned of before and overlaps it is forgotten: the peer has unregistered that. Raises TransportError."""
 
+    def unlearn(self, address: int) -> None:  # noqa: B027
+        """The peer has unregistered what was learned of at this address, and says so: it need not be kept track of any more.
+        Nothing where the link hears of that by itself."""
+
     @abc.abstractmethod
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
         """Begin to move: `read` from the peer, `write` to it. `deadline` as `time.monotonic()`. Raises TransportError at

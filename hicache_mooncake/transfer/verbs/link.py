@@ -112,6 +112,11 @@ class VerbsLink(Link):
                 del self._tables[former]
             self._tables[address] = tables
 
+    def unlearn(self, address: int) -> None:
+        with self._lock:
+            self._remote.remove(address)
+            self._tables.pop(address, None)
+
     def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
         self._check_alive()
         check_pieces(pieces, self._owner.extents, self._remote)
