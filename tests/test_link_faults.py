@@ -182,7 +182,7 @@ def test_a_transport_that_breaks_while_it_ends_a_link_keeps_nobody_waiting(
         outcome = linked.reader.load(NS, linked.pages)
         assert outcome.ok == ALL, outcome.reasons
         wait_until(lambda: figure(linked.b, "quarantined_bytes") == COUNT * PAGE, LONG_S, "its room is set aside")
-        assert figure(linked.b, "connections") == connections
+        assert figure(linked.b, "connections") >= connections
         nothing_lent(linked.b)
 
 
