@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections import deque
@@ -43,6 +44,9 @@ MAX_NAME_BYTES = 255
 MAX_REASON = 1_000
 REMEMBER_CLEARS_S = 60.0
 MAX_RECENT_CLEARS = 1024
+CLEARS_AT_ONCE = 64
+"""Told to a node that joins, and with each beat after that: what finds no place in the queue to a peer is lost, and a node that
+misses some joins again."""
 STALLED_SNAPSHOT_S = 15.0
 """A snapshot of which no part came for so long has lost one. Long: nodes whose connection breaks join again and start over, and
 with many nodes sending theirs to a master that just restarted, each waits for its turn."""
@@ -101,6 +105,8 @@ class MasterCore:
         self._clears_told: dict[str, int] = {}
         """How many clears were passed on to each member since it joined. One that falls into a connection that is breaking is
         heard by nobody: the member would keep the pages, and they would be missing here."""
+        self._clears_due: dict[str, dict[bytes, str]] = {}
+        """Those of before it joined that each member is still to be told: namespace -> who cleared it."""
         self._now = 0.0
         self._full = False
 
@@ -121,7 +127,7 @@ class MasterCore:
             case Snapshot():
                 return self._snapshot(message, sender, now)
             case Beat():
-                return [(sender, self._beat(message, sender, now))]
+                return [(sender, self._beat(message, sender, now)), *self._tell_due_clears(message.node, sender)]
             case Join():
                 return self._join(message, sender, now)
             case Report():
@@ -185,6 +191,7 @@ class MasterCore:
         self.streams.validate()
         assert {stream.name for stream in self.streams} == {member.name for member in self.membership.live()}
         assert set(self._senders) == set(self._clears_told) == {stream.name for stream in self.streams}
+        assert set(self._clears_due) == set(self._clears_told)
         for stream in self.streams:
             member = self.membership.get(stream.name, stream.incarnation)
             assert member is not None
@@ -251,14 +258,21 @@ class MasterCore:
         # A node that was out of reach while another one cleared a namespace hears of it now. Behind the answer, or many clears
         # would fill the queue to a peer and crowd it out.
         self._clears_told[message.node] = 0
-        output += [
-            (sender, self._tell_clear(message.node, namespace, origin))
+        self._clears_due[message.node] = {
+            namespace: origin
             for namespace, (origin, until) in self._recent_clears.items()
             if origin != message.node and until > now
-        ]
-        return output
+        }
+        return output + self._tell_due_clears(message.node, sender)
+
+    def _tell_due_clears(self, node: str, sender: bytes) -> Output:
+        if self._senders.get(node) != sender:
+            return []
+        due = itertools.islice(self._clears_due[node].items(), CLEARS_AT_ONCE)
+        return [(sender, self._tell_clear(node, namespace, origin)) for namespace, origin in list(due)]
 
     def _tell_clear(self, node: str, namespace: bytes, origin: str) -> ClearNamespace:
+        self._clears_due[node].pop(namespace, None)
         self._clears_told[node] += 1
         return ClearNamespace(namespace, origin, self._clears_told[node])
 
@@ -390,7 +404,7 @@ class MasterCore:
 
     def _forget(self, name: str) -> None:
         del self._senders[name]
-        del self._clears_told[name]
+        del self._clears_told[name], self._clears_due[name]
         self.streams.close(name)
 
     # ------------------------------------------------------------------ the stream of updates
