@@ -236,7 +236,7 @@ def resources() -> Iterator[ExitStack]:
         yield stack
 
 
-@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_hundred_thousand_pages_over_the_same_connections(resources: ExitStack, lanes: int) -> None:
     """Users ran out of ephemeral ports and of descriptors with a connection for every transfer."""
     count, page_bytes = 1024, 8 << 10

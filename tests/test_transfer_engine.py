@@ -21,7 +21,7 @@ import pytest
 import hicache_mooncake
 from hicache_mooncake import TransferEngine, TransportError
 from hicache_mooncake.security import ClusterKey
-from hicache_mooncake.transfer import channel_link, engine_wire, transport
+from hicache_mooncake.transfer import channel_link, engine, engine_peer, engine_wire, transport
 from hicache_mooncake.transfer.engine_wire import Share
 from hicache_mooncake.transfer.shm import ShmTransport
 
@@ -343,6 +343,20 @@ def test_the_unix_socket_may_be_a_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_the_socket_of_an_engine_that_was_killed_is_taken_over_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))  # and closing leaves it there
+    with TransferEngine("next", unix_socket=str(path)) as there, TransferEngine("here") as here:
+        assert here.connect(there.address, soon()).transport == "shm"
+        with pytest.raises(OSError, match="path of its own"):
+            TransferEngine("too many", unix_socket=str(path))
+    path.write_text("no socket")
+    with pytest.raises(OSError, match="no socket"):
+        TransferEngine("no", unix_socket=str(path))
+    assert path.read_text() == "no socket"
+
+
 # --------------------------------------------------------------------------- bounds, ends and returns
 
 
@@ -477,14 +491,20 @@ def test_a_closed_engine_says_so() -> None:
             assert caught.value.reason == "closed"
 
 
-def test_a_peer_that_asks_for_more_memory_than_is_kept_track_of_is_refused() -> None:
+def test_a_peer_that_asks_for_more_memory_than_is_kept_track_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_REGIONS", 50)
+    monkeypatch.setattr(engine_peer, "MAX_REGIONS", 50)
     with engines(("tcp",), ("tcp",)) as (here, there):
         heap = ctypes.create_string_buffer(8192)
-        for number in range(4096):
+        for number in range(50):
             there.register(ctypes.addressof(heap) + number, 1)
         with pytest.raises(TransportError, match="register larger ones"):
             there.register(ctypes.addressof(heap) + 5000, 1)
-        assert len(here.connect(there.address, soon()).regions) == 4096
+        peer = here.connect(there.address, soon())
+        assert len(peer.regions) == 50
+        (other,) = there.peers
+        other.tell(Share("one more", ctypes.addressof(heap) + 5000, 1, bytes(16)))
+        until(lambda: not peer.alive)
 
 
 @pytest.mark.timeout(300)

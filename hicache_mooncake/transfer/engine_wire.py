@@ -8,6 +8,7 @@ The channels of a transport are further connections: they begin with the same pr
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -122,6 +123,21 @@ def join_name(name: str, host: str, port: int) -> str:
 
 def _unix_name(path: str) -> str:
     return "\0" + path[1:] if path.startswith("@") else path
+
+
+def _bind(sock: socket.socket, path: str) -> None:
+    """Takes the place of a socket that nobody serves any more, as one is left by who is killed. Raises OSError."""
+    try:
+        sock.bind(_unix_name(path))
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise OSError(error.errno, f"unix_socket {path}: {error.strerror}") from error
+        with socket.socket(socket.AF_UNIX) as probe:
+            if not Path(path).is_socket() or probe.connect_ex(path) != errno.ECONNREFUSED:
+                what = f"unix_socket {path} is another's, or no socket: give each engine a path of its own"
+                raise OSError(error.errno, what) from error
+        os.unlink(path)
+        sock.bind(_unix_name(path))
 
 
 class Dialler:
@@ -244,10 +260,10 @@ class Door:
         listeners = [tcp.listen(listen)]
         try:
             listeners.append(socket.socket(socket.AF_UNIX))
-            listeners[1].bind(_unix_name(self.socket))
-            listeners[1].listen(256)
+            _bind(listeners[1], self.socket)
             if unix:
                 os.chmod(unix, 0o600)
+            listeners[1].listen(256)
         except OSError:
             for listener in listeners:
                 listener.close()
