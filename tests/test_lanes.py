@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 
@@ -308,6 +309,29 @@ def test_lanes_that_cannot_be_opened_cost_no_page(resources: ExitStack, monkeypa
     reader.place(pages, server)
     assert reader.load(pages, 60.0).ok == b"\x01" * count
     assert 1 <= server.made <= 4
+    assert reader.directory.down == []
+
+
+def test_lanes_that_a_busy_node_does_not_take_cost_no_page_and_no_blame(resources: ExitStack) -> None:
+    """A node whose queue of connections was full lost the pages of each lane but one, and was left alone for a while."""
+    count, page_bytes = 64, 128 << 10
+    server = resources.enter_context(closing(Server("a", page_bytes)))
+    reader = resources.enter_context(closing(Reader(count, page_bytes, 4)))
+    peers = reader.mover._peers
+    connect, one = peers._connect, threading.Lock()
+
+    def first_only(*how: Any) -> tcp.PeerConnection:
+        if one.acquire(blocking=False):
+            return connect(*how)
+        raise ConnectionRefusedError("its queue is full")
+
+    peers._connect = first_only
+    pages = names(*range(count))
+    server.hold(pages)
+    reader.place(pages, server)
+    for _ in range(2):
+        assert reader.load(pages, 60.0).ok == b"\x01" * count
+    assert server.made == 1
     assert reader.directory.down == []
 
 

@@ -241,12 +241,12 @@ class RemoteReads:
                 continue
             if attempt.connection is not None:
                 self._send(ask, attempt.connection, reused=False)
+            elif self._plan.accompanied(ask):  # another lane could not be had: what it was for waits for the others
+                self._peers.undecided(ask.peer)
+                self._plan.again(ask)
             elif attempt.at_fault:
                 self._peers.failed(ask.peer)
                 self._plan.ended(ask, "peer_down", blame=True)
-            elif self._plan.accompanied(ask):  # no thread, or no time, for another lane: what it was for waits for the others
-                self._peers.undecided(ask.peer)
-                self._plan.again(ask)
             else:
                 self._peers.undecided(ask.peer)
                 self._plan.ended(ask, "peer_down")
