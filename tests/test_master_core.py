@@ -412,7 +412,7 @@ def test_however_many_namespaces_were_cleared_a_node_that_joins_gets_its_answer_
         assert reply.clears == len(told), "those that were told before it"
         assert len(output) > 1
         told += [message for _, message in output[1:]]
-    assert told == [ClearNamespace(clear.namespace, "a", number) for number, clear in enumerate(clears, 1)]
+    assert told == [ClearNamespace(clear.namespace, "a", number) for number, clear in enumerate(clears[::-1], 1)]
     assert master.beat("b", 0).clears == len(clears)
 
 
@@ -422,7 +422,7 @@ def test_a_namespace_that_is_cleared_once_more_meanwhile_is_told_of_once(master:
     master.join("a")
     for number in range(200):
         master.take(ClearNamespace(number.to_bytes(16, "big"), "a"), b"a")
-    last = (199).to_bytes(16, "big")
+    last = bytes(16)
     told = [message for _, message in master.take(Join(1, 2, "b", b"i1", "10.0.0.1", 7001, 1 << 30, 0), b"b")[1:]]
     told += [message for _, message in master.take(ClearNamespace(last, "a"), b"a")]
     for _ in range(4):

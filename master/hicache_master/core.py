@@ -260,7 +260,7 @@ class MasterCore:
         self._clears_told[message.node] = 0
         self._clears_due[message.node] = {
             namespace: origin
-            for namespace, (origin, until) in self._recent_clears.items()
+            for namespace, (origin, until) in reversed(self._recent_clears.items())  # who joins again missed one lately
             if origin != message.node and until > now
         }
         return output + self._tell_due_clears(message.node, sender)
