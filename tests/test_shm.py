@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from hicache_mooncake.transfer import channel_link, channel_transport
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.shm import ShmTransport, _greet
 from hicache_mooncake.transfer.shm_copy import ProcessPlace
-from hicache_mooncake.transfer.transport import Link, Piece, TransportError, TransportOptions
+from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Link, Piece, TransportError, TransportOptions
 from hicache_mooncake.wire import Wire
 from tests import shm_peer
 
@@ -325,6 +326,27 @@ def test_memory_that_is_told_of_again_is_mapped_once(raw: RawPeer) -> None:
         assert mapped() == 1
     finally:
         os.close(fd)
+
+
+def test_who_tells_a_peer_that_does_not_read_waits_for_its_own_time_only(raw: RawPeer) -> None:
+    link = raw.link
+    assert isinstance(link, channel_link.ChannelLink)
+
+    def tell() -> None:
+        with contextlib.suppress(TransportError):
+            while True:
+                link.notify(bytes(MAX_NOTICE_BYTES), soon())
+
+    patient = threading.Thread(target=tell)
+    patient.start()
+    until(lambda: link._sending.locked() and not select.select([], [link._channel], [], 0)[1])
+    with pytest.raises(TransportError) as caught:
+        link.notify(b"x", time.monotonic() + 0.2)
+    assert caught.value.reason == "deadline"
+    assert patient.is_alive()
+    assert link.alive
+    raw.wire.close()
+    patient.join()
 
 
 def test_descriptors_that_nobody_asked_for_end_the_link(raw: RawPeer) -> None:

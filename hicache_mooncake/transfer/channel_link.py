@@ -190,7 +190,13 @@ class ChannelLink(Link):
         if len(message) > MAX_NOTICE_BYTES:
             raise TransportError("bounds", f"a notice of {len(message)} bytes: at most {MAX_NOTICE_BYTES} are allowed")
         self._check_alive()
-        if not self._tell(Notice(message), deadline):
+        if not self._sending.acquire(timeout=_left(deadline)):
+            raise TransportError("deadline", f"{self.who} has not taken what others told it before")
+        try:
+            told = self._send(Notice(message), deadline)
+        finally:
+            self._sending.release()
+        if not told:
             self._check_alive()
 
     def notices(self) -> list[bytes]:
@@ -372,17 +378,29 @@ class ChannelLink(Link):
 
     def _tell(self, message: Message, deadline: float, fds: Sequence[int] = ()) -> bool:
         """False when the link has ended for it."""
+        if not self._sending.acquire(timeout=_left(deadline)):
+            self._stop_unread()
+            return False
         try:
-            with self._sending:
-                self._wire.send(message, fds, deadline)
+            return self._send(message, deadline, fds)
+        finally:
+            self._sending.release()
+
+    def _send(self, message: Message, deadline: float, fds: Sequence[int] = ()) -> bool:
+        """The same, with the lock."""
+        try:
+            self._wire.send(message, fds, deadline)
         except WireTimeout:
             # In the middle of a frame, perhaps.
-            self.stop("peer", f"{self.who} does not read what it is sent: is it stopped?")
+            self._stop_unread()
         except (WireClosed, OSError):
             self.stop("peer", f"{self.who} has closed the link")
         else:
             return True
         return False
+
+    def _stop_unread(self) -> None:
+        self.stop("peer", f"{self.who} does not read what it is sent: is it stopped?")
 
     def _read(self) -> None:
         """Each end shuts its side of the channel down when it has stopped copying, and stops when it sees the other's end."""
@@ -481,3 +499,7 @@ class ChannelLink(Link):
     @property
     def copied_bytes(self) -> int:
         return self._batches.moved("read") + self._batches.moved("write")
+
+
+def _left(deadline: float) -> float:
+    return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
