@@ -502,12 +502,16 @@ def test_bytes_in_flight_are_bounded(fabric: FakeFabric) -> None:
     made.close()
 
 
-def test_a_queue_pair_never_has_more_works_than_it_takes(fabric: FakeFabric) -> None:
+@pytest.mark.parametrize("refuses", [False, True], ids=["as it says", "less at once"])
+def test_a_queue_pair_never_has_more_works_than_it_takes(fabric: FakeFabric, refuses: bool) -> None:
     left, right = fabric.host("left", ()), fabric.host("right", ())
     for host in (left, right):
         card = host.add_card("mlx5_0")
         card.limits = replace(card.limits, max_qp_wr=5)
     ends = End(left, TransportOptions(), 1), End(right, TransportOptions(), 2)
+    if refuses:  # the works it can do at most, but not with all stretches
+        for end in ends:
+            end.card.limits = replace(end.card.limits, max_sge=2)
     links = connected(ends[0].transport, ends[1].transport)
     links[0].learn(ends[1].memory.address, SIZE, ends[1].token)
     pieces = [Piece(ends[0].memory.address + 100 * i, ends[1].memory.address + 77 * i, 50) for i in range(3000)]

@@ -60,7 +60,8 @@ class SendQueue(Generic[T]):
                 except VerbsError:
                     if self.max_works <= 16 and max_sge <= 2:
                         raise
-                    self.max_works, max_sge = max(self.max_works // 2, 16), max(max_sge // 2, 2)
+                    self.max_works = min(self.max_works, max(self.max_works // 2, 16))
+                    max_sge = min(max_sge, max(max_sge // 2, 2))
             self.qp.init()
             self.limits = Limits(max_sge, max(at.max_msg_sz, 1))
         except VerbsError:
