@@ -62,7 +62,7 @@ rdma-vm: $(READY)
 TEST_WORKERS ?= 2
 
 test: $(READY) versions etcd
-	@$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS); \
+	@$(PY) -m pytest -m "not slow" -n $(TEST_WORKERS) --no-loadscope-reorder $(PYTEST_ARGS); \
 	status=$$?; if [ $$status -ne 1 ]; then exit $$status; fi; \
 	printf '\n== What failed is run again, alone ==\n\n'; \
 	exec $(PY) -m pytest -m "not slow" --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
