@@ -159,7 +159,7 @@ def test_pages_here_at_a_neighbour_and_far_away_are_one_batch(host: Host) -> Non
 
 
 def test_a_neighbour_that_hangs_costs_part_of_the_time_and_the_other_holder_gives_the_pages(host: Host) -> None:
-    a, _, c = host.add("a"), host.add("b", "--replicate-after", "0"), host.add("c", "--host-id", "there")
+    a, _, c = host.add("a"), host.add("b", *HERE, "--replicate-after", "0"), host.add("c", "--host-id", "there")
     host.ready()
     pages = hashes(*range(4))
     for rank in (a, c):
