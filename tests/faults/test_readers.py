@@ -348,7 +348,7 @@ def test_whoever_aborts_leaves_nothing_behind(cluster: Cluster) -> None:
     for phase in PHASES:
         for _ in range(3):
             phase(cluster.b, own, reader.page_bytes)
-        wait_until(lambda: held() == before, 30, f"all is given back after an abort {phase.__name__.replace('_', ' ')}")
+            wait_until(lambda: held() == before, 30, f"all is given back after an abort {phase.__name__.replace('_', ' ')}")
 
 
 def test_a_reader_killed_in_mid_load_leaves_no_pin_at_either_end(cluster: Cluster) -> None:
