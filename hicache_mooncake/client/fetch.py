@@ -23,7 +23,7 @@ from hicache_mooncake.client.lanes import Lanes
 from hicache_mooncake.client.over_links import OverLinks
 from hicache_mooncake.client.remote import Ask, FetchPlan
 from hicache_mooncake.transfer import tcp
-from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError
+from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError, advanced
 from hicache_mooncake.transfer.peers import Connecting, Peers, address_of
 from hicache_mooncake.transfer.tcp import PeerConnection
 from hicache_mooncake.wire import Soon
@@ -108,13 +108,7 @@ class _Stream:
         if got == sum(map(len, self.wanted)):
             self.wanted = []
             return
-        done = 0
-        while done < len(self.wanted) and got >= len(self.wanted[done]):
-            got -= len(self.wanted[done])
-            done += 1
-        self.wanted = self.wanted[done:]
-        if got:
-            self.wanted[0] = self.wanted[0][got:]
+        self.wanted = advanced(self.wanted, got)
 
 
 class _Timing:

@@ -510,13 +510,19 @@ def fill(source: Source, views: list[memoryview]) -> None:
         got = source(views)
         if got == 0:
             raise ConnectionError("peer closed the connection in mid-body")
-        done = 0
-        while done < len(views) and got >= len(views[done]):
-            got -= len(views[done])
-            done += 1
-        views = views[done:]
-        if got:
-            views[0] = views[0][got:]
+        views = advanced(views, got)
+
+
+def advanced(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of them after so many bytes, as a list of its own."""
+    done = 0
+    while done < len(views) and count >= len(views[done]):
+        count -= len(views[done])
+        done += 1
+    left = views[done:]
+    if count:
+        left[0] = left[0][count:]
+    return left
 
 
 _memmove = ctypes.PyDLL(None).memmove

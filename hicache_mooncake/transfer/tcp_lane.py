@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_mooncake.transfer.batches import TURN_BYTES, TURN_PIECES, Fenced, Turn, runs
+from hicache_mooncake.transfer.memory import advanced
 from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, Op, TransportError
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class Lane:
             return False
         if not got:
             raise Broken("the peer has closed it")
-        self._into = _advanced(self._into, got)
+        self._into = advanced(self._into, got)
         if self._landing is not None and len(self._into) <= 1:
             self._landed()
         if not self._into:
@@ -403,7 +404,7 @@ class Lane:
             sent = self._sock.sendmsg(out.views[:_MAX_IOV])
         except BlockingIOError:
             return False
-        out.views = _advanced(out.views, sent)
+        out.views = advanced(out.views, sent)
         out.left -= sent
         if not out.views:
             for note in out.notes:
@@ -505,18 +506,6 @@ def _hold_all(regions: Sequence[Region]) -> bool:
                 held.release()
             return False
     return True
-
-
-def _advanced(views: Views, count: int) -> Views:
-    """What is left of them after so many bytes."""
-    first = 0
-    while first < len(views) and count >= len(views[first]):
-        count -= len(views[first])
-        first += 1
-    left = views[first:]
-    if count:
-        left[0] = left[0][count:]
-    return left
 
 
 def _first(views: Views, count: int) -> Views:
