@@ -214,6 +214,11 @@ class Cluster:
             else:
                 daemon.start()
         self.whole()
+        # A rank whose node was gone leaves it alone for a while, which is longer each time.
+        for name, rank in self.ranks.items():
+            page = [page_hash(("healed", name))]
+            wait_until(lambda rank=rank, page=page: rank.put(NS, page).ok == b"\1", 60, f"{name} stores")  # type: ignore[misc]
+            wait_until(lambda rank=rank, page=page: rank.take(NS, page)[0].ok == b"\1", 60, f"{name} loads")  # type: ignore[misc]
 
     def close(self) -> None:
         for rank in self.ranks.values():

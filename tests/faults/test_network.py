@@ -66,7 +66,7 @@ class Site:
     def publish(self, who: str, name: object) -> list[bytes]:
         """A chain on this host, known to all others."""
         chain = [page_hash((name, at)) for at in range(8)]
-        assert self.cluster.ranks[who].put(NS, chain).ok == b"\1" * 8
+        wait_until(lambda: self.cluster.ranks[who].put(NS, chain).ok == b"\1" * 8, HANG_S, f"{who} stores")
         for other in self.cluster.ranks:
             wait_until(lambda other=other: self.reads(other, chain), HANG_S, f"{other} reads it")  # type: ignore[misc]
         return chain
