@@ -136,38 +136,6 @@ def test_what_an_incomplete_answer_names_still_counts() -> None:
     assert found == p.Found([1], [b"\x01\x00"], "master_down")
 
 
-def found(core: NodeCore, pages: Sequence[bytes], directory: Directory, now: float = 0.0) -> int:
-    answer = handle(core, p.Exists([NS], b"".join(pages)), directory, now=now)
-    assert isinstance(answer, p.Found)
-    return answer.runs[0]
-
-
-def test_a_load_asks_no_master_for_what_its_lookup_has_just_found() -> None:
-    core = make_core()
-    pages = hashes(1, 2, 3, 4)
-    store(core, [pages[0]])
-    assert found(core, pages, Directory({page: [B, C] for page in pages})) == 4
-    away = Directory(away=True)
-    located = locate(core, pages[1:3], away, now=1.0)
-    assert [located.peers[at].node for at in located.where] == ["b", "b"]
-    assert [located.peers[at].node for at in located.others] == ["c", "c"]
-    assert located.reason == ""
-    assert list(locate(core, pages, away, now=1.0).status) == [p.LOCAL, p.REMOTE, p.REMOTE, p.REMOTE]
-    assert p.REMOTE not in locate(core, [*pages[1:3], page_hash(9)], away, now=1.0).status, "all or nothing"
-    assert p.REMOTE not in locate(core, pages[1:3], away, now=3.0).status, "old by then"
-
-
-@pytest.mark.parametrize("event", [p.Release(0, peer_down=["b"]), "clear"], ids=["a holder is down", "cleared"])
-def test_what_may_be_wrong_by_now_is_asked_again(event: p.Message | str) -> None:
-    core = make_core()
-    assert found(core, hashes(1), Directory({page_hash(1): [B]})) == 1
-    if isinstance(event, p.Message):
-        handle(core, event)
-    else:
-        core.clear(NS, 0.5)
-    assert locate(core, hashes(1), Directory(away=True), now=0.5).reason == "master_down"
-
-
 # --------------------------------------------------------------------------- hot pages
 
 

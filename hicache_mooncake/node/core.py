@@ -27,7 +27,6 @@ from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.heat import Heat
 from hicache_mooncake.node.link_session import Usage
 from hicache_mooncake.node.placement import Placement
-from hicache_mooncake.node.recall import Recall
 from hicache_mooncake.node.spill import GiveSteps, Spill
 from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store
 
@@ -132,7 +131,6 @@ class NodeCore:
         self._spill = spill and masters
         self._neighbours = neighbours
         self._heat = Heat(replicate_after)
-        self._recall = Recall()
         self._log = log
         self._writing: dict[int, Writing] = {}
         self._cleared: OrderedDict[bytes, float] = OrderedDict()
@@ -151,7 +149,7 @@ class NodeCore:
         """Any message of a rank or mover but Hello, AdminStatus and Clear. Returns the answer; None to one-way messages."""
         match message:
             case p.Exists():
-                return (yield from self.exists(message, now))
+                return (yield from self.exists(message))
             case p.Locate():
                 return (yield from self.locate(owner, message, now))
             case p.Release():
@@ -171,7 +169,7 @@ class NodeCore:
                 raise p.ProtocolError(f"unexpected {type(message).__name__}")
         return None
 
-    def exists(self, message: p.Exists, now: float) -> Steps[p.Found]:
+    def exists(self, message: p.Exists) -> Steps[p.Found]:
         count = p.count_hashes(message.hashes)
         namespaces = [*message.leading, *message.sparse]
         leading = len(message.leading)
@@ -191,8 +189,7 @@ class NodeCore:
         if questions:
             told = yield AskMasters(questions, min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
             if told is not None:
-                for question, (column, missing), answer in zip(questions, asked, told.answers, strict=True):
-                    self._recall.learn(question.namespace, question.hashes, answer, now)
+                for (column, missing), answer in zip(asked, told.answers, strict=True):
                     for i, holder in zip(missing, answer.holder, strict=False):
                         column[i] = holder > 0
             if any(0 in column for column, _ in asked):
@@ -229,12 +226,9 @@ class NodeCore:
         missing = [i for i, s in enumerate(status) if s == p.MISS]
         if missing and self.masters:
             question = p.Question(namespace, p.select_hashes(message.hashes, missing), prefix=False)
-            told: Told | None = None
-            answer = self._recall.find(namespace, question.hashes, now)
-            if answer is None:
-                told = yield AskMasters([question], min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
-                answer = told.answers[0] if told is not None else None
-            if answer is not None:
+            told = yield AskMasters([question], min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
+            if told is not None:
+                answer = told.answers[0]
                 peers = [self._reachable(peer) for peer in answer.peers]
                 for i, holder in zip(missing, answer.holder, strict=False):
                     if holder:
@@ -290,8 +284,6 @@ class NodeCore:
                 "RAM (edac-util, memtester) and whether another process maps the segment"
             )
             self._log(logging.ERROR, "checksum", text)
-        if message.peer_down:
-            self._recall.forget()  # masters may know of somebody else by now
         for node in message.peer_down:
             text = f"a mover could not read from node {node}; its pages are misses here until it answers again"
             self._log(logging.WARNING, f"peer {node}", text)
@@ -348,7 +340,6 @@ class NodeCore:
         self._cleared[namespace] = now
         if len(self._cleared) > _MAX_CLEARED:
             self._cleared.popitem(last=False)
-        self._recall.forget()
         for writing in self._writing.values():
             writing.void |= writing.namespace == namespace
         return self.store.clear(namespace)

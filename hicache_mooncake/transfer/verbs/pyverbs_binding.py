@@ -6,13 +6,15 @@ there by its path, so that nothing else is found there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,10 +159,23 @@ class PyverbsBinding(VerbsBinding):
         with _loading:
             _find(places)
             try:
-                modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}
+                with _logging_left_alone():
+                    modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}
             except ImportError as error:
                 raise api.BindingUnavailable(f"pyverbs cannot be loaded: {error}") from error
         super().__init__(PyverbsCalls(SimpleNamespace(**modules)))
+
+
+@contextlib.contextmanager
+def _logging_left_alone() -> Iterator[None]:
+    """pyverbs calls `logging.basicConfig` when it is imported: where a program has not set up its log, its lines would from then
+    on go to stderr. That call does nothing while the root logger has a handler."""
+    root, guard = logging.getLogger(), logging.NullHandler()
+    root.addHandler(guard)
+    try:
+        yield
+    finally:
+        root.removeHandler(guard)
 
 
 def _find(places: Sequence[str]) -> None:
