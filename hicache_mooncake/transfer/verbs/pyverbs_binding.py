@@ -168,8 +168,8 @@ class PyverbsBinding(VerbsBinding):
 
 @contextlib.contextmanager
 def _logging_left_alone() -> Iterator[None]:
-    """pyverbs calls `logging.basicConfig` when it is imported: where a program has not set up its log, its lines would from then
-    on go to stderr. That call does nothing while the root logger has a handler."""
+    """pyverbs calls `logging.basicConfig` when it is imported: where a program has not set up its log, its lines would go to
+    stderr from then on. That call does nothing while the root logger has a handler."""
     root, guard = logging.getLogger(), logging.NullHandler()
     root.addHandler(guard)
     try:
