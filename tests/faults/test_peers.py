@@ -152,8 +152,9 @@ def test_both_holders_fail_and_the_pages_are_misses(node: Nodes, reader: Reader)
     first.proxy.faults = Faults(swallow=True)
     second.proxy.faults = Faults(after_bytes=6 * PAGE, cut=True)
     done = reader.load(pages, BUDGET_S)
-    assert done.ok[0] == 1, "what arrived before the cut"
-    assert done.ok[6:] == b"\x00\x00"
+    arrived = done.ok.count(1)  # a connection that is reset may take with it what was not read yet
+    assert arrived <= 6
+    assert done.ok == b"\x01" * arrived + bytes(8 - arrived)
     assert sorted(reader.directory.down) == ["first", "second"]
 
 
