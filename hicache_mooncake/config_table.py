@@ -28,7 +28,6 @@ from hicache_mooncake.config_values import (
     parse_fraction,
     parse_heads,
     parse_host_id,
-    parse_key_file,
     parse_listen,
     parse_masters,
     parse_metrics,
@@ -146,7 +145,7 @@ SETTINGS: tuple[Setting, ...] = (
         "key_file",
         "HICACHE_MOONCAKE_KEY_FILE",
         ("key_file",),
-        parse_key_file,
+        parse_file,
         "none",
         "The cluster's key, made once by `hicache-mooncake keygen FILE` and copied to every host: nodes, masters and "
         "`hicache-mooncake status` need it, engines do not. Without it only loopback addresses are served and used.",

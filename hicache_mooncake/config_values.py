@@ -284,8 +284,8 @@ def parse_fetches(value: object) -> int:
     return int(number)
 
 
-def parse_key_file(value: object) -> str:
-    """Absolute path of the key file, or "". A node that an engine starts has another working directory."""
+def parse_file(value: object) -> str:
+    """Absolute path of a file, or "". A node that an engine starts has another working directory."""
     text = parse_text(value)
     return os.path.abspath(os.path.expanduser(text)) if text else ""
 
@@ -295,11 +295,6 @@ def parse_host_id(value: object) -> str:
     if len(text) > 128:
         raise ValueError("a host's identity has at most 128 characters")
     return text or default_host_id()
-
-
-def parse_file(value: object) -> str:
-    """Absolute path of a file, or "". A node that an engine starts has another working directory."""
-    return parse_key_file(value)
 
 
 _TRANSPORT = re.compile(r"[a-z][a-z0-9_-]{0,31}")

@@ -152,19 +152,10 @@ class PoolClient:
         regions = known if use_memfd else [p.Region(r.address, r.length, -1) for r in known]
         if not use_memfd:
             allow_movers()
-        attach = p.Attach(
-            socket_path=self.settings.socket,
-            engine_pid=os.getpid(),
-            client=self.client,
-            regions=regions,
-            own_user=own_user_only(self.settings),
-            canary_address=ctypes.addressof(self._canary),
-            canary=self._canary.raw,
-            strided=self.settings.share_across_tp,
-            lanes=self.settings.lanes,
-            copy_threads=self.settings.copy_threads,
-            numa=self.settings.numa == "auto",
-        )
+        attach = self._attach(regions)
+        attach.canary_address, attach.canary = ctypes.addressof(self._canary), self._canary.raw
+        attach.strided = self.settings.share_across_tp
+        attach.numa = self.settings.numa == "auto"
         fds = known_fds if use_memfd else []
         try:
             for mover in self._movers.values():
@@ -382,6 +373,19 @@ class PoolClient:
 
     # ------------------------------------------------------------------ inside
 
+    def _attach(self, regions: list[p.Region]) -> p.Attach:
+        """What any mover of this rank is told of its node and its memory."""
+        settings = self.settings
+        return p.Attach(
+            settings.socket,
+            os.getpid(),
+            self.client,
+            regions,
+            own_user_only(settings),
+            lanes=settings.lanes,
+            copy_threads=settings.copy_threads,
+        )
+
     def _warm_bounces(self) -> None:
         """Have the copy buffers and their movers before the first call, which has no time for it. One that does not start now
         is tried again by a call."""
@@ -396,18 +400,8 @@ class PoolClient:
             if not self._bounce_retry[role].due():
                 raise MoverUnavailable("mover_down", "its mover did not start a moment ago")
             bounce = Bounce(role)
-            own_user = own_user_only(self.settings)
-            attach = p.Attach(
-                self.settings.socket,
-                os.getpid(),
-                self.client,
-                [bounce.region],
-                own_user,
-                lanes=self.settings.lanes,
-                copy_threads=self.settings.copy_threads,
-            )
             try:
-                self._bounce_movers[role].attach(attach, [bounce.fd], timeout_s=timeout_s)
+                self._bounce_movers[role].attach(self._attach([bounce.region]), [bounce.fd], timeout_s=timeout_s)
             except BaseException:
                 self._bounce_retry[role].failed()
                 bounce.close()
