@@ -3,10 +3,15 @@ when either is gone in the middle."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import socket
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,10 +20,12 @@ from hicache_mooncake.client.mover import Mover
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.client.storing import Parts
 from hicache_mooncake.node.core import NodeCore
+from hicache_mooncake.node.rank_server import RankServer
 from hicache_mooncake.node.store import Store
 from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.memory import MappedMemory
+from hicache_mooncake.wire import Wire
 from tests.conftest import NodeProcess, wait_until
 
 NS = b"n" * 16
@@ -352,3 +359,73 @@ def test_stores_go_on_whichever_way_is_tried(make_pair: Callable[..., Pair]) -> 
         pair.node.kinds()
     assert kinds[:6] == [3, 3, 3, 1, 1, 1]
     assert set(kinds[6:]) <= {1, 3}
+
+
+class Served:
+    """A node's core behind a real socket, which takes little at a time."""
+
+    def __init__(self, path: str, dram: int) -> None:
+        self._core = NodeCore("node", b"i" * 8, Store(dram), masters=False, log=lambda *_: None)
+        self._lock = threading.Lock()
+        self._dram, self._fd = dram, create_memfd("segment", dram)
+        self._owners = itertools.count(1)
+        self._server = RankServer(self, path)
+        self._server.bind()
+        self._server.start()
+
+    def welcome(self, version: int, role: str) -> tuple[p.Welcome, list[int]]:
+        return p.Welcome(version, "node", b"i" * 8, self._dram), [self._fd]
+
+    def handle(self, owner: int, message: p.Message) -> p.Message | None:
+        with self._lock:
+            try:
+                next(self._core.handle(owner, message, 0.0))
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+        raise AssertionError("there is no master to ask")
+
+    def gone(self, owner: int) -> None:
+        with self._lock:
+            self._core.drop_owner(owner)
+
+    def new_owner(self) -> int:
+        return next(self._owners)
+
+    def close(self) -> None:
+        self._server.hang_up()
+        self._server.close()
+        os.close(self._fd)
+
+
+def tight(sock: socket.socket) -> Wire:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 10)
+    return Wire(sock)
+
+
+def test_a_huge_batch_does_not_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mover and node each waited for the other to read: what was asked ahead, and the answers to it, filled the socket both
+    ways. It took 70,000 pages, or here fewer and a smaller socket."""
+    monkeypatch.setattr("hicache_mooncake.node.rank_server.Wire", tight)
+    monkeypatch.setattr("hicache_mooncake.wire.Wire", tight)
+    count, size = 10_000, 128
+    pages, bodies = chain("a", count), random.Random(1).randbytes(count * size)
+    fd = create_memfd("engine", count * size)
+    engine = Mapping(fd, count * size, writable=True)
+    node = Served(str(tmp_path / "node.sock"), 64 << 20)
+    link = NodeLink(str(tmp_path / "node.sock"), "load", "test")
+    mover = Mover(MappedMemory([p.Region(BASE, count * size, 0)], [fd]), link, os.getpid())
+    numbers = array("q", range(count)).tobytes()
+    try:
+        engine.view[:] = bodies
+        for op in ("store", "load", "load"):  # a load after one that was all here is asked for in parts
+            done = mover.run(p.Transfer(op, NS, b"".join(pages), [p.Run(BASE, size, size)], numbers, 60.0))
+            mover.settle()
+            assert done.ok == b"\x01" * count, done.reasons
+            assert engine.view == bodies
+            engine.view[:] = bytes(count * size)
+    finally:
+        mover.close()
+        link.drop()
+        node.close()
+        engine.close()
+        os.close(fd)

@@ -23,6 +23,9 @@ LOAD_PARTS = (0.25, 0.75)
 """The same for loads of pages that are here."""
 _PARTS_FROM_PAGES, _PARTS_FROM_BYTES = 24, 1 << 20
 """Of fewer pages or bytes a question more costs what it saves."""
+_PARTS_TO_PAGES = 8192
+"""Of more the answers to what was asked ahead (20 bytes a page) might fill the socket: then the node reads no further question,
+and each waits for the other."""
 SETTLE_S = 0.1
 _SAMPLES = 3
 _TRY_EVERY = 16
@@ -179,11 +182,12 @@ class Storing:
 
 
 def is_large(pages: int, body_bytes: int) -> bool:
-    return pages >= _PARTS_FROM_PAGES and pages * body_bytes >= _PARTS_FROM_BYTES
+    """Large enough for parts, and not too large."""
+    return _PARTS_FROM_PAGES <= pages <= _PARTS_TO_PAGES and pages * body_bytes >= _PARTS_FROM_BYTES
 
 
 def in_parts(pages: list[int], body_bytes: int, shares: Sequence[float]) -> list[list[int]]:
-    """A large batch in parts, head first, and a small one whole."""
+    """A large batch in parts, head first; a small one whole, and one that is too large for that, too."""
     count = len(pages)
     if not is_large(count, body_bytes):
         return [pages]
