@@ -1,0 +1,184 @@
+"""The cold tier by itself: what is written is found again, and nothing else ever is."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from hicache_mooncake.cold.index import Key
+from hicache_mooncake.cold.layout import LEAST_BYTES, blocks
+from hicache_mooncake.cold.pages_file import ColdError, scratch
+from hicache_mooncake.cold.tier import Body, ColdTier
+from hicache_mooncake.keys import checksum_seed
+
+NS, OTHER = b"n" * 16, b"o" * 16
+MIB = 1 << 20
+
+
+def opened(directory: Path, capacity: int = LEAST_BYTES, **options: object) -> ColdTier:
+    return ColdTier(directory, capacity, floor_bytes=0, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[ColdTier]:
+    tier = opened(tmp_path)
+    yield tier
+    tier.close()
+
+
+def content(page_hash: bytes, length: int) -> bytes:
+    return random.Random(page_hash).randbytes(length)
+
+
+def body(page_hash: bytes, length: int, namespace: bytes = NS) -> Body:
+    view = scratch(blocks(length))
+    view[:length] = content(page_hash, length)
+    return Body(
+        Key(namespace, page_hash), view, length, xxhash.xxh3_64_intdigest(view[:length], checksum_seed(namespace, page_hash))
+    )
+
+
+def hashes(count: int) -> list[bytes]:
+    return [os.urandom(32) for _ in range(count)]
+
+
+def store(tier: ColdTier, pages: list[bytes], length: int, namespace: bytes = NS) -> list[bool]:
+    return tier.write([body(each, length, namespace) for each in pages])
+
+
+def load(tier: ColdTier, pages: list[bytes], length: int, namespace: bytes = NS) -> list[bool]:
+    """Which can be read; every byte of those is compared."""
+    places = tier.locate(namespace, pages, length)
+    wanted = [(each, place) for each, place in zip(pages, places, strict=True) if place is not None]
+    good: set[bytes] = set()
+    for (each, _), view in zip(wanted, tier.read(namespace, wanted, time.monotonic() + 20), strict=True):
+        if view is not None:
+            assert bytes(view) == content(each, length)
+            good.add(each)
+    return [each in good for each in pages]
+
+
+def test_what_is_written_is_read_again(tier: ColdTier) -> None:
+    for length in (1, 4096, 5000, 65536, 3 * MIB + 77):
+        pages = hashes(5)
+        assert store(tier, pages, length) == [True] * 5
+        assert tier.present(NS, pages) == b"\x01" * 5
+        assert load(tier, pages, length) == [True] * 5
+    assert tier.present(OTHER, pages) == bytes(5)
+    assert tier.locate(NS, pages, 4096) == [None] * 5, "another length is another page"
+
+
+def test_it_is_there_after_a_restart(tmp_path: Path) -> None:
+    pages = hashes(40)
+    tier = opened(tmp_path)
+    store(tier, pages, 70_000)
+    tier.close()
+    tier = opened(tmp_path)
+    assert load(tier, pages, 70_000) == [True] * 40
+    more = hashes(40)
+    store(tier, more, 70_000)
+    assert load(tier, pages + more, 70_000) == [True] * 80
+    assert sum(len(blob) // 32 for part in tier.snapshot_parts() for _, blob in part) == 80
+    tier.close()
+
+
+def test_the_oldest_go_first_and_the_cap_holds(tier: ColdTier) -> None:
+    length, pages = MIB, hashes(200)
+    for page in pages:
+        assert store(tier, [page], length) == [True]
+        assert os.stat(tier.path / "pages").st_size <= LEAST_BYTES
+    here = tier.present(NS, pages)
+    kept = here.count(1)
+    assert kept * length >= LEAST_BYTES * 3 // 4 - 8 * length
+    assert here == bytes(200 - kept) + b"\x01" * kept
+    assert load(tier, pages, length) == [bool(each) for each in here]
+    report = tier.report()
+    assert report["cold_evicted"] == 200 - kept
+    assert report["cold_write_amplification"] == 1.0
+
+
+def test_what_is_asked_for_again_and_again_stays(tier: ColdTier) -> None:
+    hot = hashes(4)
+    store(tier, hot, MIB)
+    for page in hashes(300):
+        tier.locate(NS, hot, MIB)
+        store(tier, [page], MIB)
+    assert load(tier, hot, MIB) == [True] * 4
+    report = tier.report()
+    assert report["cold_kept"]
+    assert 1.0 < report["cold_write_amplification"] <= 1.5  # type: ignore[operator]
+
+
+def test_a_cleared_namespace_is_gone_and_the_masters_hear_of_it(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    pages = hashes(20)
+    store(tier, pages, 4096)
+    store(tier, pages, 4096, OTHER)
+    tier.drain_changes(1000)
+    tier.clear(NS)
+    assert tier.present(NS, pages) == bytes(20)
+    store(tier, pages[:5], 4096)  # stored anew: not to be taken for gone
+    while tier.sweep():
+        pass
+    added, removed = tier.drain_changes(1000)
+    assert added == [(NS, b"".join(pages[:5]))]
+    assert [(namespace, len(blob) // 32) for namespace, blob in removed] == [(NS, 15)]
+    tier.clear(NS)
+    tier.close()
+    tier = opened(tmp_path)
+    assert tier.present(NS, pages) == bytes(20)
+    assert load(tier, pages, 4096, OTHER) == [True] * 20
+    tier.close()
+
+
+def test_a_flipped_bit_is_a_miss_and_is_forgotten(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    pages = hashes(8)
+    store(tier, pages, 65536)
+    place = tier.locate(NS, pages[3:4], 65536)[0]
+    assert place is not None
+    with open(tier.path / "pages", "r+b") as file:
+        file.seek(place.offset + 12345)
+        byte = file.read(1)[0]
+        file.seek(place.offset + 12345)
+        file.write(bytes([byte ^ 1]))
+    assert load(tier, pages, 65536) == [True] * 3 + [False] + [True] * 4
+    assert tier.present(NS, pages) == b"\x01\x01\x01\0\x01\x01\x01\x01"
+    assert tier.report()["cold_damaged"] == 1
+    assert tier.drain_changes(100)[1] == [(NS, pages[3])]
+    tier.close()
+
+
+def test_a_second_node_is_refused(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    with pytest.raises(ColdError, match="another node uses it"):
+        opened(tmp_path)
+    tier.close()
+    opened(tmp_path).close()
+
+
+def test_without_room_it_does_not_begin(tmp_path: Path) -> None:
+    with pytest.raises(ColdError, match="are needed"):
+        ColdTier(tmp_path, 1 << 50)
+    with pytest.raises(ColdError, match="too few"):
+        ColdTier(tmp_path / "b", 1 << 20)
+
+
+def test_a_shorter_file_costs_what_was_there_and_no_more(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    pages = hashes(20)
+    for page in pages:
+        store(tier, [page], MIB)
+    tier.close()
+    os.truncate(tier.path / "pages", 8 * MIB)
+    tier = opened(tmp_path)
+    assert load(tier, pages, MIB) == [True] * 8 + [False] * 12
+    assert store(tier, pages[8:], MIB) == [True] * 12
+    assert load(tier, pages, MIB) == [True] * 20
+    tier.close()
