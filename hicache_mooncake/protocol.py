@@ -51,6 +51,8 @@ class Refused(Message):
     """The answer to anything that cannot be done; `reason` is a sentence for the operator."""
 
     reason: str
+    full: bool = False
+    """Nothing is wrong: this end has as many connections as it takes, and closes this one."""
 
 
 # --------------------------------------------------------------------------- rank or mover <-> node

@@ -99,11 +99,35 @@ def test_strangers_who_prove_nothing_take_no_place_of_members(tmp_path: Path, mo
             for _ in range(3):
                 strangers.enter_context(socket.create_connection((host, int(port))))
             wait_until(lambda: node.data.report()["remote_readers"] == 4, 10, "all are let in")
-            with pytest.raises((OSError, p.ProtocolError)):
+            with pytest.raises(tcp.PeerFull, match="takes no more readers now"):
                 member()
             connection.request(p.Fetch(2, "r", NS, page_hash(1), 64, 1), time.monotonic() + 10)
             assert connection.reply(time.monotonic() + 10).status == bytes([p.MISS])
             wait_until(lambda: node.data.report()["remote_readers"] == 1, 60, "strangers are gone")
             member().close()
+    finally:
+        node.stop()
+
+
+def test_a_node_that_has_enough_readers_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It closed the connection without a word, and was taken for broken."""
+    monkeypatch.setattr(data_server, "_MAX_READERS", 1)
+    options = {"socket": str(tmp_path / "node.sock"), "dram": "16MiB", "listen": "127.0.0.1:0", "metrics": "", "name": "n"}
+    node = Node(load_settings({}, {}, options)[0])
+    node.start()
+    host, _, port = node.data_address.rpartition(":")
+    peer = p.Peer("n", node.incarnation, host, int(port))
+    fetch = p.Fetch(2, "r", NS, page_hash(1), 64, 1)
+    try:
+        with contextlib.closing(tcp.PeerConnection(peer, time.monotonic() + 30)) as first:
+            first.request(fetch, time.monotonic() + 30)
+            assert first.reply(time.monotonic() + 30).status == bytes([p.MISS])
+            for _ in range(20):
+                with contextlib.closing(tcp.PeerConnection(peer, time.monotonic() + 30)) as second:
+                    with contextlib.suppress(ConnectionError):  # it may have closed already
+                        second.request(fetch, time.monotonic() + 30)
+                    with pytest.raises(tcp.PeerFull):
+                        second.reply(time.monotonic() + 30)
+        assert node.data.report()["remote_refused_readers"] == 20
     finally:
         node.stop()

@@ -135,6 +135,40 @@ def test_a_lane_that_fails_costs_its_own_pages_and_one_blame() -> None:
     assert plan.blamed == ["a"], "lanes that fail together are one failure"
 
 
+def test_what_a_lane_was_for_that_is_not_to_be_had_goes_to_those_that_are() -> None:
+    """Each of them in turn, and never over more again."""
+    plan = plan_of(8, [A], 4)
+    first, *others = plan.next(0.0, go)
+    for ask in others:
+        assert plan.accompanied(ask)
+        plan.crowded(ask, "peer_full")
+    assert not plan.accompanied(first)
+    for ask in (first, *plan.next(0.0, go)):
+        assert plan.next(0.0, go) == [], "until it has ended"
+        for page in ask.pages:
+            plan.arrived(ask, page)
+        plan.ended(ask)
+    for ask in plan.next(0.0, go):
+        assert (ask.pages, ask.lanes) == ([2, 3, 4, 5, 6, 7], 1)
+        plan.ended(ask, "peer_full")
+    assert plan.done
+    assert plan.reasons == {"peer_full": 6}
+    assert plan.blamed == []
+
+
+def test_a_lane_that_was_tried_and_could_not_be_had_is_not_tried_again_soon() -> None:
+    lanes = Lanes()
+    tries: list[int] = []
+    for number in range(200):
+        used = lanes.of(A, 64 * MIB)
+        if used > 1:
+            tries.append(number)
+            lanes.refused(A)
+        lanes.loaded(A, 1, 64 * MIB, 0.05)
+    assert 2 <= len(tries) <= 8
+    assert tries[-1] - tries[-2] > tries[1] - tries[0]
+
+
 def test_a_probe_has_one_lane() -> None:
     (probe,) = plan_of(8, [A], 4).next(0.0, lambda _: Admission.PROBE)
     assert (len(probe.pages), probe.lanes) == (1, 1)
@@ -333,6 +367,65 @@ def test_lanes_that_a_busy_node_does_not_take_cost_no_page_and_no_blame(resource
         assert reader.load(pages, 60.0).ok == b"\x01" * count
     assert server.made == 1
     assert reader.directory.down == []
+
+
+class FullServer(Server):
+    """Takes `room` connections, and others as a node does that is full, or as one of an older release."""
+
+    def __init__(self, page_bytes: int, room: int, says: p.Refused | None) -> None:
+        self.room, self.says = room, says
+        super().__init__("full", page_bytes)
+
+    def _serve(self, sock) -> None:  # type: ignore[no-untyped-def]
+        with self._lock:
+            full = self.room <= 0
+            self.room -= 1
+            self.made += full
+        if not full:
+            super()._serve(sock)
+            return
+        if self.says is not None:
+            tcp.send_message(sock, self.says)
+        sock.close()
+
+
+FULL = p.Refused("it is full", full=True)
+
+
+@pytest.mark.parametrize("says", [FULL, None], ids=["says so", "older"])
+def test_lanes_that_a_full_node_takes_and_closes_at_once_cost_no_page_and_no_blame(
+    resources: ExitStack, says: p.Refused | None
+) -> None:
+    """The pages of each lane that was too many were lost, and the node was left alone as broken."""
+    count, page_bytes = 64, 128 << 10
+    server = resources.enter_context(closing(FullServer(page_bytes, 1, says)))
+    reader = resources.enter_context(closing(Reader(count, page_bytes, 4)))
+    pages = names(*range(count))
+    server.hold(pages)
+    reader.place(pages, server)
+    for _ in range(3):
+        done = reader.load(pages, 60.0)
+        assert done.ok == b"\x01" * count, done.reasons
+    assert reader.directory.down == []
+
+
+def test_a_node_that_is_full_is_no_broken_node(resources: ExitStack) -> None:
+    """Its pages are asked of the other holder, or are misses with that reason; it is asked again when there is room."""
+    count, page_bytes = 8, 64 << 10
+    server = resources.enter_context(closing(FullServer(page_bytes, 0, FULL)))
+    other = resources.enter_context(closing(Server("other", page_bytes)))
+    reader = resources.enter_context(closing(Reader(count, page_bytes)))
+    pages = names(*range(count))
+    for holder in (server, other):
+        holder.hold(pages)
+    reader.place(pages, server)
+    assert reader.load(pages, 60.0).reasons == {"peer_full": count}
+    reader.place(pages, server, other)
+    assert reader.load(pages, 60.0).ok == b"\x01" * count
+    assert reader.directory.down == []
+    reader.place(pages, server)
+    server.room = 1
+    wait_until(lambda: reader.load(pages, 60.0).ok == b"\x01" * count, 30, "asked again")
 
 
 def test_connections_that_went_stale_on_all_lanes_cost_nothing(resources: ExitStack) -> None:

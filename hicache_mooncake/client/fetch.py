@@ -235,9 +235,10 @@ class RemoteReads:
                 continue
             if attempt.connection is not None:
                 self._send(ask, attempt.connection, reused=False)
-            elif self._plan.accompanied(ask):  # another lane could not be had: what it was for waits for the others
-                self._peers.undecided(ask.peer)
-                self._plan.again(ask)
+            elif self._has_lane(ask):
+                self._crowded(ask, "peer_down")
+            elif isinstance(attempt.error, tcp.PeerFull):
+                self._full(ask)
             elif attempt.at_fault:
                 self._peers.failed(ask.peer)
                 self._plan.ended(ask, "peer_down", blame=True)
@@ -268,12 +269,15 @@ class RemoteReads:
         except TimeoutError:
             connection.close()
             self._blame(stream, "peer_down", at_fault=time.monotonic() - stream.began >= _SENDING_S)
+            return
+        except ConnectionError:
+            pass  # what it said before it ended is read
         except OSError:
             connection.close()
             self._broke(stream, "peer_down")
-        else:
-            self._streams[stream.fileno()] = stream
-            self._poll.register(stream.fileno(), select.POLLIN)
+            return
+        self._streams[stream.fileno()] = stream
+        self._poll.register(stream.fileno(), select.POLLIN)
 
     # ------------------------------------------------------------------ receiving
 
@@ -301,6 +305,9 @@ class RemoteReads:
             self._plan.ended(ask, "engine_memory", final=True)
         except TimeoutError:
             self._give_up(ask, set())
+        except tcp.PeerFull:
+            self._end_stream(stream, keep=False)
+            self._full(ask)
         except (OSError, p.ProtocolError):
             self._end_stream(stream, keep=False)
             self._broke(stream, "peer_failed")
@@ -317,7 +324,7 @@ class RemoteReads:
                 break
             yield [view]
         if isinstance(reply, p.Refused):
-            raise p.ProtocolError(f"node {ask.peer.node} refused: {reply.reason}")
+            raise tcp.refusal(ask.peer, reply)
         if reply.id != stream.fetch_id or not len(reply.status) == len(reply.checksum) == len(ask.pages):
             raise p.ProtocolError("reply does not match the request")
         self._links.answered(ask, failed=reply.link_failed)
@@ -428,12 +435,33 @@ class RemoteReads:
                 return
 
     def _broke(self, stream: _Stream, reason: str) -> None:
-        """The connection has ended. On an old one that had not said anything yet, this was only now to be seen."""
+        """The connection has ended. On an old one that had not said anything yet, this was only now to be seen; so ends a new
+        one to an older release that takes no more, too."""
         if stream.reused and not stream.received:
             self._peers.undecided(stream.ask.peer)
             self._plan.again(stream.ask)
+        elif not stream.received and self._has_lane(stream.ask):
+            self._crowded(stream.ask, reason)
         else:
             self._blame(stream, reason, at_fault=True)
+
+    def _full(self, ask: Ask) -> None:
+        """The node takes no more connections. That is no fault; but with none at all it is left alone for a moment."""
+        if self._has_lane(ask):
+            self._crowded(ask, "peer_full")
+        else:
+            self._peers.failed(ask.peer)
+            self._plan.ended(ask, "peer_full")
+
+    def _has_lane(self, ask: Ask) -> bool:
+        """Its node can be asked over another connection than the one that was to be made for this."""
+        return self._plan.accompanied(ask) or self._peers.connected_to(ask.peer)
+
+    def _crowded(self, ask: Ask, reason: str) -> None:
+        """Another lane could not be had: what it was for waits for the others."""
+        self._peers.undecided(ask.peer)
+        self._lanes.refused(ask.peer)
+        self._plan.crowded(ask, reason)
 
     def _blame(self, stream: _Stream, reason: str, *, at_fault: bool) -> None:
         self._blame_ask(stream.ask, reason, at_fault=at_fault)

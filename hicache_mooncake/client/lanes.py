@@ -77,6 +77,12 @@ class Lanes:
             if known.until_trial <= 0 and len(known.rates) == _SAMPLES:
                 self._try(known)
 
+    def refused(self, peer: p.Peer) -> None:
+        """A lane more could not be had: if one was tried, that is the end of it for a while."""
+        known = self._peers.get(address_of(peer))
+        if known is not None and known.trial > known.lanes:
+            self._in_vain(known)
+
     def _try(self, known: _Peer) -> None:
         upwards = known.upwards if 1 < known.lanes < MAX_LANES else known.lanes == 1
         known.trial = known.lanes + (1 if upwards else -1)
@@ -90,8 +96,14 @@ class Lanes:
             known.rates = deque(known.tried, _SAMPLES)
             known.pause = _FIRST_PAUSE
             known.upwards = upwards
+            known.trial = 0
+            known.until_trial = known.pause
         else:
-            known.pause = min(known.pause * 2, _MAX_PAUSE)
-            known.upwards = not upwards
+            self._in_vain(known)
+
+    @staticmethod
+    def _in_vain(known: _Peer) -> None:
+        known.pause = min(known.pause * 2, _MAX_PAUSE)
+        known.upwards = known.trial < known.lanes
         known.trial = 0
         known.until_trial = known.pause

@@ -89,6 +89,8 @@ class FetchPlan:
         self._waiting: dict[Address, list[int]] = {}
         self._asks: dict[Address, list[Ask]] = {}
         """Those under way."""
+        self._had: dict[Address, int] = {}
+        """How many connections a node lets us have, where that was seen."""
 
     @property
     def done(self) -> bool:
@@ -186,6 +188,15 @@ class FetchPlan:
         for page in left:
             self._queue(page)
 
+    def crowded(self, ask: Ask, reason: str) -> None:
+        """Its connection was one too many: what is left waits for those that there are."""
+        self._forget(ask)
+        self._had[address_of(ask.peer)] = max(1, len(self._asks.get(address_of(ask.peer), ())))
+        left, ask.left = list(ask.left), {}
+        for page in left:
+            self._why.setdefault(page, reason)
+            self._queue(page)
+
     # ------------------------------------------------------------------ inside
 
     def _make(self, peer: p.Peer, pages: list[int], now: float, *, probe: bool) -> tuple[list[Ask], list[int]]:
@@ -198,7 +209,8 @@ class FetchPlan:
             asked = set(linked)
             shares, rest = [linked], [page for page in pages if page not in asked]
         else:
-            lanes = max(1, min(self._lanes(peer, len(pages)), len(pages)))
+            had = self._had.get(address_of(peer), len(pages))
+            lanes = max(1, min(self._lanes(peer, len(pages)), had, len(pages)))
             size = min(-(-len(pages) // lanes), _MAX_ASK_PAGES)
             shares = [pages[at : at + size] for at in range(0, min(size * lanes, len(pages)), size)]
             rest = pages[size * lanes :]

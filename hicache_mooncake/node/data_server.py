@@ -144,7 +144,7 @@ class DataServer:
                     self._readers.add(sock)
                     self._unproven += 1
             if full:
-                sock.close()
+                self._turn_away(sock, "it ends" if self._stopping else "it has as many connections as it can serve")
                 continue
             try:
                 threading.Thread(target=self._serve, args=(sock,), name="data-reader", daemon=True).start()
@@ -153,9 +153,16 @@ class DataServer:
                     self._readers.discard(sock)
                     self._unproven -= 1
                     self.refused_readers += 1
-                sock.close()
+                self._turn_away(sock, str(error))
                 self._quiet(logging.ERROR, "thread", f"a reader was turned away: {error}. Raise the limit of processes")
                 time.sleep(0.05)
+
+    def _turn_away(self, sock: DataSocket, why: str) -> None:
+        """Say why, so that whoever reads does not take this node for broken. Under TLS nothing can be said before a handshake,
+        for which there is no time here."""
+        if not isinstance(sock, TlsSocket):
+            tcp.refuse(sock, f"node {self._node.name} takes no more readers now: {why}", full=True)
+        sock.close()
 
     def _serve(self, sock: DataSocket) -> None:
         try:

@@ -94,6 +94,10 @@ class Peers:
             connection.close()
         return None
 
+    def connected_to(self, peer: p.Peer) -> bool:
+        """There is an idle connection to it, for all that is known."""
+        return bool(self._of.get(address_of(peer)))
+
     def keep(self, connection: PeerConnection) -> None:
         """It is idle: nothing more comes on it until it is asked. Closes the oldest of too many, and those idle for long."""
         now = time.monotonic()

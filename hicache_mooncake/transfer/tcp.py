@@ -225,8 +225,8 @@ def accept_proof(sock: DataSocket, data_key: bytes, name: str, deadline: float) 
 
 def prove(sock: DataSocket, peer: p.Peer, data_key: bytes, requester: str, deadline: float) -> None:
     """The connecting side, first of all on a new connection, where the cluster has a key: proves that `requester` is of it, and
-    asks for the proof that the other end is `peer.node`. Raises ProtocolError, ConnectionError and TimeoutError; after any
-    exception the connection must be closed.
+    asks for the proof that the other end is `peer.node`. Raises ProtocolError, ConnectionError (PeerFull, too) and
+    TimeoutError; after any exception the connection must be closed.
     """
     mine, requester = security.new_nonce(), requester[:_MAX_REQUESTER]
     _bound(sock, deadline)
@@ -236,7 +236,7 @@ def prove(sock: DataSocket, peer: p.Peer, data_key: bytes, requester: str, deadl
     except ConnectionError as error:
         raise ConnectionError(f"node {peer.node} broke off instead of proving itself (has it a key_file?)") from error
     if isinstance(answer, p.Refused):
-        raise p.ProtocolError(f"node {peer.node} refused: {answer.reason}")
+        raise refusal(peer, answer)
     said = (mine, answer.nonce, requester, peer.node)
     expected = security.proof(data_key, security.HOLDER, *said)
     if len(answer.nonce) != security.NONCE_BYTES or not security.same_proof(answer.mac, expected):
@@ -253,11 +253,20 @@ def _bound(sock: DataSocket, deadline: float) -> None:
     set_timeouts(sock, left)
 
 
-def refuse(sock: DataSocket, reason: str) -> None:
+def refuse(sock: DataSocket, reason: str, *, full: bool = False) -> None:
     """Tell why, as far as that can be sent at once. Raises nothing."""
     with contextlib.suppress(OSError):
         set_timeouts(sock, _REFUSE_S)
-        send_message(sock, p.Refused(reason))
+        send_message(sock, p.Refused(reason, full))
+
+
+class PeerFull(ConnectionError):
+    """The node takes no more connections now, and nothing is wrong with it."""
+
+
+def refusal(peer: p.Peer, said: p.Refused) -> PeerFull | p.ProtocolError:
+    text = f"node {peer.node} refused: {said.reason}"
+    return PeerFull(text) if said.full else p.ProtocolError(text)
 
 
 class PeerConnection:
@@ -267,7 +276,8 @@ class PeerConnection:
         self, peer: p.Peer, deadline: float, data_key: bytes = b"", requester: str = "", tls: Tls | None = None
     ) -> None:
         """Raises OSError or TimeoutError when the peer cannot be reached before the deadline (`time.monotonic()`), and
-        ProtocolError when it does not prove that it is `peer.node` of this cluster; then nothing is left open.
+        ProtocolError when it does not prove that it is `peer.node` of this cluster, and PeerFull where it says so instead; then
+        nothing is left open.
 
         `data_key` is the cluster's (`Welcome.data_key`), empty where it has none; `requester` says who connects; `tls` is
         what this end shows, in a cluster with certificates.
@@ -296,10 +306,10 @@ class PeerConnection:
         send_message(self.sock, fetch)
 
     def reply(self, deadline: float) -> p.FetchReply:
-        """The peer's verdicts; bodies follow for LOCAL ones. Raises ProtocolError when the peer refuses."""
+        """The peer's verdicts; bodies follow for LOCAL ones. Raises ProtocolError or PeerFull when the peer refuses."""
         message = receive_message(self.sock, reply_decoder, deadline)
         if isinstance(message, p.Refused):
-            raise p.ProtocolError(f"node {self.peer.node} refused: {message.reason}")
+            raise refusal(self.peer, message)
         assert isinstance(message, p.FetchReply)
         return message
 
