@@ -49,7 +49,7 @@ def hashes(count: int) -> list[bytes]:
 
 
 def store(tier: ColdTier, pages: list[bytes], length: int, namespace: bytes = NS) -> list[bool]:
-    return tier.write([body(each, length, namespace) for each in pages])
+    return tier.write([body(each, length, namespace) for each in pages], tier.clears)
 
 
 def load(tier: ColdTier, pages: list[bytes], length: int, namespace: bytes = NS) -> list[bool]:
@@ -135,6 +135,23 @@ def test_a_cleared_namespace_is_gone_and_the_masters_hear_of_it(tmp_path: Path) 
     assert tier.present(NS, pages) == bytes(20)
     assert load(tier, pages, 4096, OTHER) == [True] * 20
     tier.close()
+
+
+def test_what_was_on_its_way_when_its_namespace_was_cleared_does_not_come_back(tier: ColdTier) -> None:
+    pages = hashes(3)
+    since = tier.clears
+    bodies = [body(each, 4096) for each in pages]
+    tier.clear(NS)
+    assert tier.write(bodies, since) == [False] * 3
+    assert tier.present(NS, pages) == bytes(3)
+    assert tier.write(bodies, tier.clears) == [True] * 3
+
+
+def test_what_is_here_already_is_known_by_its_checksum(tier: ColdTier) -> None:
+    first, other = hashes(2)
+    store(tier, [first], 4096)
+    right = body(first, 4096).checksum
+    assert tier.here([(Key(NS, first), right), (Key(NS, first), right ^ 1), (Key(NS, other), 5)]) == [True, False, False]
 
 
 def test_a_flipped_bit_is_a_miss_and_is_forgotten(tmp_path: Path) -> None:

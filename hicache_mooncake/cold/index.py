@@ -210,7 +210,7 @@ class Index:
 
     def put(self, segment: Segment, records: Sequence[tuple[int, bytes, Place]]) -> list[bool]:
         """Pages (id of the namespace, hash, place) that have been written to this segment: one transaction. Returns which are
-        found now: not those whose namespace was cleared since it was asked for its id."""
+        found now: not those whose namespace was cleared since it was asked for its id, or that came without one (0)."""
         live = [number in self._namespaces for number, _, _ in records]
         rows = [(_NUMBER.pack(number) + each, _PLACE.pack(*place)) for number, each, place in records]
         rows = [row for row, lives in zip(rows, live, strict=True) if lives]

@@ -17,7 +17,7 @@ import shutil
 import stat
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ _KEEP_S = 5.0
 """For reading what is kept of a segment that is emptied."""
 _KEEP_AFTER = 2
 _LOOK_EVERY_S = 60.0
+_MAX_CLEARED = 4096
 _SWEPT = 4096
 """Pages of cleared namespaces that are forgotten at once."""
 
@@ -96,6 +97,11 @@ class ColdTier:
         self._lock = threading.Lock()
         """Around what is written to the index, the layout and the changes."""
         self._changes: deque[tuple[bool, Key]] = deque()
+        self._gone: deque[Key] = deque(maxlen=MAX_CHANGES)
+        self.clears = 0
+        """How many there were: a batch to be written begins by noting it."""
+        self._cleared: OrderedDict[bytes, int] = OrderedDict()
+        """Namespaces cleared lately: the how manieth clear it was."""
         self._asked = Asked()
         self._failed_until = float("-inf")
         self._looked_at = time.monotonic()
@@ -228,6 +234,13 @@ class ColdTier:
                 text = f"{len(gone)} pages were damaged and are forgotten. Look at the disk's health (smartctl -a, dmesg)"
                 self._quiet(logging.ERROR, "damaged", f"cold tier {self.path}: {text}")
 
+    def check(self, namespace: bytes, page_hash: bytes, offset: int, deadline: float) -> None:
+        """Somebody has read this page at `offset`, and it was not right: read it, and forget it if it is damaged."""
+        place = self._find(namespace, [page_hash])[0]
+        if place is not None and place.offset == offset:
+            for _ in self._blocks(namespace, [(page_hash, place)], deadline):
+                pass
+
     def _find(self, namespace: bytes, hashes: Sequence[bytes]) -> list[Place | None]:
         try:
             found = self._index.find(namespace, hashes)
@@ -249,8 +262,18 @@ class ColdTier:
         """Is there any use in writing now? Not for a while after the disk failed."""
         return time.monotonic() >= self._failed_until
 
-    def write(self, bodies: Sequence[Body]) -> list[bool]:
-        """Write these, in as few and as large writes as it takes. Returns which can be found now."""
+    def here(self, bodies: Sequence[tuple[Key, int]]) -> list[bool]:
+        """Which of these (page, checksum) need not be written: they are here, and the same."""
+        by_namespace: dict[bytes, list[bytes]] = {}
+        for key, _ in bodies:
+            by_namespace.setdefault(key.namespace, []).append(key.hash)
+        found = {namespace: iter(self._find(namespace, hashes)) for namespace, hashes in by_namespace.items()}
+        places = [(next(found[key.namespace]), checksum) for key, checksum in bodies]
+        return [place is not None and place.checksum == checksum for place, checksum in places]
+
+    def write(self, bodies: Sequence[Body], since: int) -> list[bool]:
+        """Write these, in as few and as large writes as it takes. Returns which can be found now: none of a namespace that was
+        cleared after `clears` was `since`, which was before they were looked for."""
         done = [False] * len(bodies)
         if not self.ready():
             self.counts.not_written += len(bodies)
@@ -258,21 +281,21 @@ class ColdTier:
         with self._guarded("writing"):
             at = 0
             while at < len(bodies):
-                end = self._write_some(bodies, at, done)
+                end = self._write_some(bodies, at, done, since)
                 if end == at:
                     break
                 at = end
         self.counts.not_written += done.count(False)
         return done
 
-    def _write_some(self, bodies: Sequence[Body], first: int, done: list[bool]) -> int:
+    def _write_some(self, bodies: Sequence[Body], first: int, done: list[bool], since: int) -> int:
         """As many as the open segment takes, from `first` on: one write, one transaction. Returns where the next begin."""
         if blocks(bodies[first].length) > self._layout.segment_bytes:
             return first + 1  # no segment takes it
         if blocks(bodies[first].length) > self._layout.room() and not self._begin_segment():
             return first
         with self._lock:
-            numbers = [self._index.id_of(body.key.namespace) for body in bodies[first:]]
+            numbers = [self._id_for(body.key.namespace, since) for body in bodies[first:]]
         end, offsets = first, []
         segment = self._layout.open
         assert segment is not None
@@ -293,6 +316,12 @@ class ColdTier:
         with self._lock:
             self._note(True, [body.key for body, found in zip(some, done[first:end], strict=True) if found])
         return end
+
+    def _id_for(self, namespace: bytes, since: int) -> int:
+        """0 for one that was cleared since: it must not come into being again by what was on its way."""
+        if self.clears - since >= _MAX_CLEARED or self._cleared.get(namespace, 0) > since:
+            return 0
+        return self._index.id_of(namespace)
 
     def _put(self, segment: Segment, records: Sequence[tuple[int, bytes, Place]]) -> list[bool]:
         """In the index, for which the oldest pages make room if that takes it."""
@@ -340,7 +369,7 @@ class ColdTier:
 
     def _keep_some(self) -> None:
         """Write those pages of the oldest segment anew that are asked for again and again."""
-        segment = self._layout.oldest()
+        segment, since = self._layout.oldest(), self.clears
         assert segment is not None
         by_namespace: dict[bytes, list[tuple[bytes, Place]]] = {}
         size = 0
@@ -355,7 +384,7 @@ class ColdTier:
                 for (page_hash, place), view in zip(pages, reading, strict=True):
                     if view is not None and blocks(place.length) <= self._layout.room():
                         body = Body(Key(namespace, page_hash), view, place.length, place.checksum)
-                        self._write_some([body], 0, [False])
+                        self._write_some([body], 0, [False], since)
                         self.counts.kept += 1
                         self.counts.kept_bytes += len(view)
 
@@ -372,6 +401,11 @@ class ColdTier:
     def clear(self, namespace: bytes) -> None:
         """Nothing of it is found from here on, after a restart neither. The masters are told bit by bit, by `sweep`."""
         with self._lock, self._guarded("clearing a namespace"):
+            self.clears += 1
+            self._cleared.pop(namespace, None)
+            self._cleared[namespace] = self.clears
+            if len(self._cleared) > _MAX_CLEARED:
+                self._cleared.popitem(last=False)
             self._index.clear(namespace)
 
     def sweep(self) -> bool:
@@ -412,6 +446,13 @@ class ColdTier:
             for part in self._index.entries():
                 yield by_namespace(key for key, _ in part)
 
+    def take_gone(self) -> list[Key]:
+        """What has left since the last call."""
+        with self._lock:
+            gone = list(self._gone)
+            self._gone.clear()
+        return gone
+
     def report(self) -> dict[str, int | float | str | bool]:
         counts = self.counts
         written = counts.written_bytes + counts.kept_bytes
@@ -447,6 +488,9 @@ class ColdTier:
                 self.damaged(bad)
 
     def _note(self, added: bool, pages: Iterable[Key]) -> None:
+        pages = list(pages)
+        if not added:
+            self._gone.extend(pages)
         if self.changes_lost:
             return
         self._changes.extend((added, key) for key in pages)

@@ -1,10 +1,10 @@
-"""What a step of a node asks of the masters, and what it is sent back."""
+"""What a step of a node asks of the masters and of the cold tier, and what it is sent back."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hicache_mooncake import protocol as p
 
@@ -15,6 +15,35 @@ class AskMasters:
 
     questions: list[p.Question]
     timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AskCold:
+    """Yielded by a step: which of these are in the cold tier? One byte a page, 1 where it is."""
+
+    questions: list[tuple[bytes, bytes]]
+    """(namespace, blob of hashes)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocateCold:
+    """Yielded by a step: where are these in the cold tier, to be read now? A ColdPlace or None a page."""
+
+    namespace: bytes
+    hashes: bytes
+    length: int
+
+
+class ColdPlace(NamedTuple):
+    """Where in the tier's file, xxh3-64 of the body, and whether it was asked for more than once lately."""
+
+    offset: int
+    checksum: int
+    often: bool
+
+
+Asked = AskMasters | AskCold | LocateCold
+"""What a step may yield."""
 
 
 class Told(Protocol):

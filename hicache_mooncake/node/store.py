@@ -90,6 +90,8 @@ class LogicalPage(Evictable, gc=False, eq=False):
     """Its parts; one by itself, as most pages have no more."""
     rank: int = OWN
     writers: int = 0
+    kept: bool = False
+    """All of its parts are in the cold tier."""
 
     @property
     def parts(self) -> list[Entry]:
@@ -111,6 +113,7 @@ class LogicalPage(Evictable, gc=False, eq=False):
         return next(part for part in self.parts if part.home is home)
 
     def add(self, part: Entry) -> None:
+        self.kept = False
         held = self.held
         if held is None:
             self.held = part
@@ -175,6 +178,8 @@ class Stats:
     had: int = 0
     evicted: int = 0
     evicted_bytes: int = 0
+    evicted_unkept: int = 0
+    """Of them, those that the cold tier did not have: the disk was behind."""
     refused: int = 0
     discarded: int = 0
     expired_pins: int = 0
@@ -232,6 +237,8 @@ class Store:
         """Namespaces that were cleared: out of the index, their objects still to be taken apart by `sweep`."""
         self._next_id = 1
         self._evicting = False
+        self.keeping = False
+        """There is a cold tier, to which pages are written before they are evicted."""
         self._track_changes = track_changes
         self._max_changes = max_changes
         self._changes: deque[tuple[bool, bytes, bytes]] = deque()
@@ -408,13 +415,21 @@ class Store:
         return txn, status, where
 
     def claim(
-        self, owner: int, namespace: bytes, hashes: bytes, length: int, now: float, group: bytes = b"", batch: bytes = b""
+        self,
+        owner: int,
+        namespace: bytes,
+        hashes: bytes,
+        length: int,
+        now: float,
+        group: bytes = b"",
+        batch: bytes = b"",
+        rank: int = REPLICA,
     ) -> tuple[int, bytearray, list[int]]:
-        """Room for pages that one reader fetches from another node for all readers of this one: (transaction, a column of
-        FETCH, WAIT where another has claimed the page, REMOTE where there is no room, offsets of the FETCH ones). `batch`: all
-        pages of the read, in the order of their chain.
+        """Room for pages that one reader fetches from another node, or from the cold tier, for all readers of this one:
+        (transaction, a column of FETCH, WAIT where another has claimed the page, REMOTE where there is no room, offsets of the
+        FETCH ones). `batch`: all pages of the read, in the order of their chain.
 
-        The pages become replicas. Commit the transaction like that of `reserve`; the claims end with it, or after
+        The pages become of `rank`. Commit the transaction like that of `reserve`; the claims end with it, or after
         `claim_seconds`: the reader is frozen.
         """
         count = len(hashes) // HASH_BYTES
@@ -425,7 +440,7 @@ class Store:
         ]
         column = bytearray([WAIT]) * count
         wanted = b"".join(each[i] for i in free)
-        txn, status, where = self.reserve(owner, namespace, wanted, length, group, rank=REPLICA)
+        txn, status, where = self.reserve(owner, namespace, wanted, length, group, rank=rank)
         for i, reserved in zip(free, status, strict=True):
             column[i] = FETCH if reserved == WRITE else REMOTE
         reservation = self._reservations.get(txn)
@@ -618,6 +633,19 @@ class Store:
         whole = (page for policy in policies for page in policy.hottest() if not page.writers)
         return list(itertools.islice(whole, limit))
 
+    def page(self, namespace: bytes, page_hash: bytes) -> LogicalPage | None:
+        """The page of which a part is in this namespace."""
+        home = self._index.get(namespace)
+        return None if home is None else home.pages.get(page_hash)
+
+    def keep(self, namespace: bytes, hashes: Iterable[bytes]) -> None:
+        """These came from the cold tier, whole: pages of one part need not be written there again."""
+        home = self._index.get(namespace)
+        for page_hash in hashes if home is not None else ():
+            page = home.pages.get(page_hash)  # type: ignore[union-attr]
+            if page is not None and isinstance(page.held, Entry):
+                page.kept = True
+
     def holds(self, part: Entry) -> bool:
         """Can it be found? False once it is removed or its namespace cleared."""
         return not part.dead and self._index.get(part.namespace) is part.home
@@ -785,7 +813,10 @@ class Store:
 
     def _evict(self, page: LogicalPage) -> None:
         self.stats.evicted_bytes += sum([part.length for part in page.parts])
-        self.stats.evicted += self._remove_page(page, evicted=True)
+        gone = self._remove_page(page, evicted=True)
+        self.stats.evicted += gone
+        if self.keeping and not page.kept and page.rank != REPLICA:
+            self.stats.evicted_unkept += gone
 
     def _rank(self, page: LogicalPage, rank: int) -> None:
         self._foreign += (rank != OWN) - (page.rank != OWN)

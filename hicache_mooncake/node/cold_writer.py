@@ -1,0 +1,146 @@
+"""The thread that writes pages to the cold tier, as the core says, and keeps house there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from hicache_mooncake.cold.index import Key
+from hicache_mooncake.cold.tier import Body, ColdTier
+from hicache_mooncake.node.allocator import blocks_of
+from hicache_mooncake.node.keeping import Batch, Keeping
+from hicache_mooncake.quiet import QuietLog
+from hicache_mooncake.transfer.mapping import Mapping
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+_SWEEP_S = 1.0
+_AFTER_FAILURE_S = 1.0
+_CHECK_S = 5.0
+_MAX_DOUBTED = 1024
+_SAVE_LOG_S = 5.0
+
+
+class Kept(Protocol):
+    """Whose pages are written: a node."""
+
+    lock: threading.Lock
+    segment: Mapping
+
+    def new_owner(self) -> int: ...
+    def changed(self) -> None:
+        """The masters should hear of it."""
+
+
+class ColdWriter:
+    """One thread, one batch at a time. It takes from the others what a disk takes, and no more."""
+
+    def __init__(self, node: Kept, tier: ColdTier, keeping: Keeping) -> None:
+        self._node = node
+        self._tier = tier
+        self._keeping = keeping
+        self._stopping = threading.Event()
+        self._doubted: deque[tuple[bytes, bytes, int]] = deque(maxlen=_MAX_DOUBTED)
+        self._swept_at = 0.0
+        self._quiet = QuietLog(log)
+        self._owner = node.new_owner()
+        self._thread = threading.Thread(target=self._run, name="cold-writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the batch under way has ended."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def doubt(self, namespace: bytes, page_hash: bytes, offset: int) -> None:
+        """Somebody read this page there and its bytes were not right: it is looked at, unless it has moved since."""
+        self._doubted.append((namespace, page_hash, offset))
+
+    def save(self, interrupted: Callable[[], bool]) -> tuple[int, int]:
+        """After `stop`: write what is in DRAM and not on the disk. Returns pages and bytes written."""
+        pages = size = 0
+        logged_at = time.monotonic()
+        while not interrupted():
+            since = self._tier.clears
+            with self._node.lock:
+                batch = self._keeping.save(self._owner, time.monotonic())
+            if batch is None:
+                break
+            kept = self._write(batch, since)
+            pages += kept
+            size += sum(part.length for part in batch.parts) if kept else 0
+            if not kept and not self._tier.ready():
+                break
+            if time.monotonic() - logged_at > _SAVE_LOG_S:
+                logged_at = time.monotonic()
+                log.info("saving: %d pages, %.1f GB so far", pages, size / 1e9)
+        return pages, size
+
+    def _run(self) -> None:
+        pause_s = _LOOK_S
+        while not self._stopping.wait(pause_s):
+            try:
+                pause_s = self._look()
+            except Exception:
+                self._quiet(
+                    logging.ERROR, "writer", "the cold tier's writer failed; it goes on. Please report this", exc_info=True
+                )
+                pause_s = _AFTER_FAILURE_S
+
+    def _look(self) -> float:
+        """Do what is due. Returns the pause before the next look."""
+        self._keep_house()
+        if not self._tier.ready():
+            return _LOOK_S
+        since = self._tier.clears
+        with self._node.lock:
+            batch = self._keeping.next(self._owner, time.monotonic())
+        if batch is None:
+            return _LOOK_S
+        self._write(batch, since)
+        return 0.0
+
+    def _write(self, batch: Batch, since: int) -> int:
+        """Returns how many of its pages are kept now."""
+        view = self._node.segment.view
+        parts = batch.parts
+        found = [False] * len(parts)
+        try:
+            here = self._tier.here([(Key(part.namespace, part.hash), part.checksum) for part in parts])
+            bodies = [
+                Body(
+                    Key(part.namespace, part.hash),
+                    view[part.offset : part.offset + blocks_of(part.length)],
+                    part.length,
+                    part.checksum,
+                )
+                for part, there in zip(parts, here, strict=True)
+                if not there
+            ]
+            written = iter(self._tier.write(bodies, since))
+            found = [there or next(written) for there in here]
+        finally:
+            gone = self._tier.take_gone()
+            with self._node.lock:
+                kept = self._keeping.done(self._owner, batch, found)
+                self._keeping.gone(gone)
+        self._node.changed()
+        return kept
+
+    def _keep_house(self) -> None:
+        now = time.monotonic()
+        if now - self._swept_at >= _SWEEP_S:
+            if not self._tier.sweep():
+                self._swept_at = now
+            self._node.changed()
+        while self._doubted and not self._stopping.is_set():
+            namespace, page_hash, offset = self._doubted.popleft()
+            self._tier.check(namespace, page_hash, offset, now + _CHECK_S)

@@ -1,0 +1,139 @@
+"""Which pages are written to the cold tier, and when: those that would be evicted next, while they are still here. No I/O.
+
+A page is written ahead of its eviction, so nobody who needs room waits for a disk; one that is `kept` is simply forgotten when
+its time comes. There is no queue: what the disk does not take in time is evicted all the same, and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from hicache_mooncake.node.allocator import blocks_of
+from hicache_mooncake.node.heat import Heat
+from hicache_mooncake.node.store import REPLICA, Entry, LogicalPage, Store
+
+BATCH_BYTES = 32 << 20
+BATCH_PAGES = 512
+_AHEAD_SHARE = 16
+"""This part of the segment, the one that goes first, is to be on the disk."""
+_AHEAD_PAGES = 4096
+"""As many as are looked at under the node's lock."""
+_BATCH_SHARE = 8
+"""No more of the segment is pinned for a batch."""
+_MAX_WANTED = 4096
+MAX_SAVED = 1 << 20
+"""Pages that a node that ends would save if it had the time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Batch:
+    """Pages to be written, pinned until `done`."""
+
+    pin: int
+    pages: list[tuple[LogicalPage, tuple[Entry, ...]]]
+
+    @property
+    def parts(self) -> list[Entry]:
+        return [part for _, parts in self.pages for part in parts]
+
+
+class Keeping:
+    """Not thread-safe: every call runs under the node's lock. `owner` is the writer's, and has one batch at a time.
+
+    `after_loads`: a page that was loaded so often within a minute is written as well, long before its eviction, so that it is
+    there after a crash; 0: never."""
+
+    def __init__(self, store: Store, after_loads: int = 0) -> None:
+        store.keeping = True
+        self.kept = 0
+        """Pages written since start."""
+        self._store = store
+        self._heat = Heat(after_loads)
+        self._after_loads = after_loads
+        self._wanted: deque[LogicalPage] = deque(maxlen=_MAX_WANTED)
+        self._to_save: deque[LogicalPage] | None = None
+        capacity = store.allocator.capacity
+        self._ahead_bytes = capacity // _AHEAD_SHARE
+        self._batch_bytes = min(BATCH_BYTES, capacity // _BATCH_SHARE)
+        self.behind = False
+        """There was something to write when it was looked last."""
+
+    def loaded(self, namespace: bytes, hashes: Iterable[bytes], now: float) -> None:
+        """These were loaded from DRAM."""
+        if self._after_loads:
+            for page_hash in hashes:
+                if self._heat.fetched(namespace, page_hash, now):
+                    page = self._store.page(namespace, page_hash)
+                    if page is not None and not page.kept:
+                        self._wanted.append(page)
+
+    def next(self, owner: int, now: float) -> Batch | None:
+        """What is to be written now, or None."""
+        pages = self._taken(self._wanted.popleft() for _ in range(len(self._wanted)))
+        if not pages and self._store.used_bytes > self._store.low_bytes - self._ahead_bytes:
+            pages = self._taken(self._going())
+        return self._pinned(owner, pages, now)
+
+    def save(self, owner: int, now: float) -> Batch | None:
+        """The same for a node that ends: all that is not kept yet, what was used last first. None: that was all."""
+        if self._to_save is None:
+            self._to_save = deque(self._store.hottest(MAX_SAVED))
+        left = self._to_save
+        return self._pinned(owner, self._taken(left.popleft() for _ in range(len(left))), now)
+
+    def done(self, owner: int, batch: Batch, found: Sequence[bool]) -> int:
+        """Which of the batch's parts can be found in the tier now. Returns how many pages are kept."""
+        self._store.release(owner, batch.pin)
+        at = kept = 0
+        for page, parts in batch.pages:
+            if all(found[at : at + len(parts)]) and set(parts) == set(page.parts):
+                page.kept = True
+                kept += 1
+            at += len(parts)
+        self.kept += kept
+        return kept
+
+    def gone(self, pages: Iterable[tuple[bytes, bytes]]) -> None:
+        """These have left the tier: (namespace, hash)."""
+        for namespace, page_hash in pages:
+            page = self._store.page(namespace, page_hash)
+            if page is not None:
+                page.kept = False
+
+    # ------------------------------------------------------------------ inside
+
+    def _going(self) -> Iterable[LogicalPage]:
+        """Pages that would be evicted next."""
+        looked = 0
+        for page in self._store.coldest(_AHEAD_PAGES):
+            looked += _size(page)
+            if looked > self._ahead_bytes:
+                return
+            yield page
+
+    def _taken(self, pages: Iterable[LogicalPage]) -> list[LogicalPage]:
+        """A batch of those that are to be written."""
+        taken: list[LogicalPage] = []
+        size = count = 0
+        for page in pages:
+            if page.kept or page.rank == REPLICA or page.writers or not page.parts:
+                continue
+            size += _size(page)
+            count += len(page.parts)
+            if taken and (size > self._batch_bytes or count > BATCH_PAGES):
+                break
+            taken.append(page)
+        return taken
+
+    def _pinned(self, owner: int, pages: list[LogicalPage], now: float) -> Batch | None:
+        self.behind = bool(pages)
+        if not pages:
+            return None
+        whole = [(page, tuple(page.parts)) for page in pages if all(map(self._store.holds, page.parts))]
+        return Batch(self._store.pin_pages(owner, [page for page, _ in whole], now), whole)
+
+
+def _size(page: LogicalPage) -> int:
+    return sum(blocks_of(part.length) for part in page.parts)
