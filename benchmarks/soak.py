@@ -3,9 +3,11 @@
 Two masters and three nodes with segments so small that eviction, spill and replicas never rest; two ranks a node that store,
 look up and load as fast as the machine lets them, some with their time cut short; a namespace that is cleared every few
 seconds; and now and then a fault: a mover killed or stopped, a node stopped, drained or killed and started again, a master
-killed. Every loaded byte is compared. Every process is looked at every 5 s: memory of its own (without segments and host
-pools, which are shared), descriptors, threads; every node: pinned bytes, room that is reserved and not committed, objects,
-connections; every master: keys.
+killed. `--links tcp` lets pages of other nodes come by links, which `--links verbs` makes over RDMA where there are devices;
+`--idle 120` ends each eighth of the run with two minutes in which nothing is done. Every loaded byte is compared. Every
+process is looked at every 5 s: memory of its own (without segments and host pools, which are shared), descriptors, threads;
+every node: pinned bytes, room that is reserved and not committed, room that is lent to links, objects, connections, links and
+their rails (pairs of RDMA ports, a queue pair at each end); every master: keys.
 
 What lives through most of the run is compared with itself: it grows when it has more in the last quarter than in the second,
 and goes on growing to the end; what fills up to its bound and stays there does not. Prints a table and fails (exit status 1)
@@ -15,6 +17,7 @@ when something grows, a page is wrong, a call hangs, or what was to be tried did
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -25,7 +28,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -38,6 +41,7 @@ from rich.table import Table
 from benchmarks.harness import ROOT
 from hicache_mooncake.testing.local import free_port, page_hash
 from tests.faults.cluster import HANG_S, NS, Cluster, Load, descriptors, paused, resident_bytes, threads
+from tests.linked import TCP, brought
 
 MIB = 1 << 20
 SAMPLE_S = 5.0
@@ -46,6 +50,10 @@ BATCH = 8
 NODES = {"a": "48MiB", "b": "64MiB", "c": "96MiB"}
 OTHER = b"o" * 16
 """The namespace that is cleared."""
+COUNTERS = ("spilled", "replicated", "evicted", "stored", "loaded", "taken", "replicas_kept")
+LINK_COUNTERS = ("links_made", "links_failed", "link_fences", "link_fences_failed", "link_received_bytes")
+PARTS = 8
+"""Each with its time of rest: the quarters that are compared have the same."""
 LIVES = 0.6
 """What lived for this part of the run is compared with itself."""
 
@@ -57,10 +65,13 @@ ALLOWED: dict[str, Callable[[float], float]] = {
     "reserved": lambda before: max(MIB, before),
     "objects": lambda before: max(64, before * 0.1),
     "connections": lambda before: 4,
+    "lent": lambda before: max(MIB, before),
+    "links": lambda before: 2,
+    "rails": lambda before: 2,
     "keys": lambda before: max(256, before * 0.1),
 }
 """How much more than in the second quarter of the run counts as noise."""
-UNITS = {"memory": MIB, "pinned": MIB, "reserved": MIB}
+UNITS = {"memory": MIB, "pinned": MIB, "reserved": MIB, "lent": MIB}
 
 
 @dataclass
@@ -106,8 +117,9 @@ class Series:
 
 
 class Soak:
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    def __init__(self, cluster: Cluster, seed: int, *, links: bool = False) -> None:
         self.cluster = cluster
+        self.links = links
         self.rng = random.Random(seed)
         self.series: dict[tuple[str, str], Series] = {}
         self.faults: Counter[str] = Counter()
@@ -116,6 +128,7 @@ class Soak:
         self.errors: list[BaseException] = []
         self.began = time.monotonic()
         self.stopping = threading.Event()
+        self.resting = threading.Event()
 
     # ------------------------------------------------------------------ samples
 
@@ -140,11 +153,15 @@ class Soak:
                 continue
             node = report.node
             pid, objects = int(node["pid"]), int(node["objects"])
-            reserved = int(node["used_bytes"]) - objects * PAGE_BYTES
-            figures = {"objects": objects, "reserved": reserved} | {k: int(node[k]) for k in ("connections",)}
+            lent = int(node["landing_bytes"])
+            reserved = int(node["used_bytes"]) - objects * PAGE_BYTES - lent
+            figures = {"objects": objects, "reserved": reserved, "connections": int(node["connections"])}
+            if self.links:
+                rails = [int(value) for key, value in node.items() if key.endswith((" rails", " rails not up"))]
+                figures |= {"lent": lent, "links": int(node["links"])} | ({"rails": sum(rails)} if rails else {})
             self._note(f"node {name}", pid, now, figures | {"pinned": int(node["pinned_bytes"])})
             lives = self._reported.setdefault(f"{name} {pid}", Counter())
-            for counter in ("spilled", "replicated", "evicted", "stored", "loaded", "taken", "replicas_kept"):
+            for counter in (*COUNTERS, *(LINK_COUNTERS if self.links else ())):
                 self.totals[counter] += int(node[counter]) - lives[counter]
                 lives[counter] = int(node[counter])
             if report.cluster:
@@ -161,6 +178,8 @@ class Soak:
         number = 0
         try:
             while not self.stopping.wait(2.0):
+                if self.resting.is_set():
+                    continue
                 rank = self.cluster.ranks[self.rng.choice(list(NODES))]
                 for _ in range(4):
                     number += 1
@@ -184,6 +203,8 @@ class Soak:
         turn = 0
         try:
             while not self.stopping.wait(pause_s):
+                if self.resting.is_set():
+                    continue
                 kind = kinds[turn % len(kinds)]
                 turn += 1
                 kind()
@@ -228,6 +249,14 @@ class Soak:
         time.sleep(1)
         self.cluster.masters["m2"].start()
 
+    def rest_or_work(self, load: Load) -> None:
+        if self.resting.is_set():
+            self.resting.clear()
+            load.work()
+        else:
+            self.resting.set()
+            load.rest()
+
     # ------------------------------------------------------------------ what came of it
 
     def problems(self, load: Load, length_s: float) -> list[str]:
@@ -237,7 +266,14 @@ class Soak:
         found += [f"raised: {error!r}" for error in [*load.record.errors, *self.errors]]
         if load.record.slowest_s > HANG_S:
             found.append(f"a call took {load.record.slowest_s:.1f} s")
-        for counter in ("spilled", "replicated", "evicted", "stored", "loaded"):
+        for counter in (
+            "spilled",
+            "replicated",
+            "evicted",
+            "stored",
+            "loaded",
+            *(["link_received_bytes"] if self.links else []),
+        ):
             if not self.totals[counter]:
                 found.append(f"nothing was {counter}: this run does not show what it should")
         return found
@@ -251,8 +287,9 @@ class Soak:
             for name in NODES:
                 node = self.cluster.report(name)
                 reserved = int(node["used_bytes"]) - int(node["objects"]) * PAGE_BYTES
-                if node["pinned_bytes"] or reserved:
-                    left.append(f"node {name} at rest: {node['pinned_bytes']} bytes pinned, {reserved} reserved")
+                lost = node["quarantined_bytes"]
+                if node["pinned_bytes"] or reserved or lost:
+                    left.append(f"node {name} at rest: {node['pinned_bytes']} bytes pinned, {reserved} reserved, {lost} lost")
             if not left:
                 break
             time.sleep(0.2)
@@ -338,18 +375,33 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def run(minutes: float, seed: int, folder: Path, console: Console) -> tuple[Soak, Load, float, list[str]]:
-    with Cluster(folder, page_bytes=PAGE_BYTES, batch=BATCH) as cluster:
+@contextlib.contextmanager
+def transport_options(links: str, folder: Path) -> Iterator[list[str]]:
+    """For nodes whose links are by this transport. `transport=tcp` makes no links: for them tcp comes under another name."""
+    before = os.environ.get("PYTHONPATH", "")
+    if links == "tcp":
+        links = "tcp-links"
+        os.environ["PYTHONPATH"] = os.pathsep.join([brought(folder, links, TCP), before])
+    try:
+        yield ["--transport", links] if links else []
+    finally:
+        os.environ["PYTHONPATH"] = before
+
+
+def run(
+    minutes: float, seed: int, folder: Path, console: Console, *, links: str = "", idle_s: float = 0.0
+) -> tuple[Soak, Load, float, list[str]]:
+    with transport_options(links, folder) as transport, Cluster(folder, page_bytes=PAGE_BYTES, batch=BATCH) as cluster:
         for name in ("m1", "m2"):
             cluster.master(name)
         for name, dram in NODES.items():
             listen = f"127.0.0.1:{free_port()}"  # the same in every life, as in a cluster that is configured
-            cluster.node(name, "--drain-s", "3", "--host-id", name, dram=dram, listen=listen)
+            cluster.node(name, "--drain-s", "3", "--host-id", name, *transport, dram=dram, listen=listen)
         for name in NODES:
             cluster.rank(name)
             cluster.rank(name, name=f"{name}2", shared=True)
         cluster.whole()
-        soak = Soak(cluster, seed)
+        soak = Soak(cluster, seed, links=bool(links))
         load = Load(
             cluster,
             namespaces=[NS, b"m" * 16],
@@ -379,6 +431,9 @@ def run(minutes: float, seed: int, folder: Path, console: Console) -> tuple[Soak
                 helper.start()
             soak.began = time.monotonic()
             while (gone := time.monotonic() - soak.began) < length_s:
+                part_s = length_s / PARTS
+                if (gone % part_s > part_s - idle_s) != soak.resting.is_set():
+                    soak.rest_or_work(load)
                 soak.sample()
                 done = f"{soak.totals['loaded']} objects loaded, {load.record.wrong} wrong, {sum(soak.faults.values())} faults"
                 progress.update(task, completed=gone, now=done)
@@ -396,17 +451,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--links", metavar="TRANSPORT", default="", help="of pages of other nodes: tcp, verbs, or one installed"
+    )
+    parser.add_argument("--idle", metavar="SECONDS", type=float, default=0.0, help="of rest in each eighth of the run")
     parser.add_argument("--plot", type=Path, help="write an SVG with everything that was seen")
     options = parser.parse_args()
     console = Console(width=max(110, Console().width))
     with tempfile.TemporaryDirectory(prefix="hicache-soak-") as folder:
-        soak, load, length_s, problems = run(options.minutes, options.seed, Path(folder), console)
+        soak, load, length_s, problems = run(
+            options.minutes, options.seed, Path(folder), console, links=options.links, idle_s=options.idle
+        )
     console.print(table(soak, length_s))
     record = load.record
     took = sorted(call.took_s for call in record.select("load"))
     console.print(f"commit {commit()}, {length_s / 60:.1f} minutes, {os.cpu_count()} cores for everything")
     console.print(f"done to it: {', '.join(f'{what} {count} times' for what, count in soak.faults.items())}")
-    console.print(f"objects: {', '.join(f'{count} {what}' for what, count in soak.totals.items())}")
+    console.print(f"counted: {', '.join(f'{count} {what}' for what, count in soak.totals.items())}")
     if took:
         marks = ", ".join(f"{name} {took[int((len(took) - 1) * part)] * 1e3:.0f} ms" for name, part in MARKS)
         console.print(

@@ -13,7 +13,7 @@ from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.node import links as links_module
 from hicache_mooncake.node.service import Node
 from hicache_mooncake.testing.local import FakeRank, page_hash
-from hicache_mooncake.transfer.transport import Transport, TransportOptions
+from hicache_mooncake.transfer.transport import ENTRY_POINTS, Transport, TransportOptions
 from tests.conftest import MasterProcess, wait_until
 from tests.memory_transport import Faults
 
@@ -21,8 +21,18 @@ NS = b"n" * 16
 COUNT = 8
 ALL = b"\x01" * COUNT
 PAGE = 64 << 10
+TCP = "hicache_mooncake.transfer.tcp_transport:TcpTransport"
 LONG_S = 30.0
 """A limit on hangs, not a measurement."""
+
+
+def brought(folder: Path, name: str, transport: str) -> str:
+    """A package that brings a transport of this name (its class as "module:class"); returns what PYTHONPATH needs for it."""
+    package = folder / "packages" / f"{name}-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{name} = {transport}\n")
+    return str(package.parent)
 
 
 def names(*which: object) -> list[bytes]:

@@ -11,7 +11,7 @@ import pytest
 
 from hicache_mooncake.testing.local import FakeRank
 from tests.conftest import MasterProcess, NodeProcess, wait_until
-from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, names
+from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, TCP, brought, names
 from tests.test_pool_cluster import found_everywhere, is_joined, report_of
 
 NAME = "brought"
@@ -38,13 +38,7 @@ def hosts(
     start_node: Callable[..., NodeProcess],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Hosts]:
-    package = tmp_path / "packages" / f"{NAME}-1.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {NAME}\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(
-        f"[hicache_mooncake.transports]\n{NAME} = hicache_mooncake.transfer.tcp_transport:TcpTransport\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", brought(tmp_path, NAME, TCP), prepend=os.pathsep)
     master = start_master()
     options = ("--transport", NAME, "--replicate-after", "0")
     nodes = [start_node(name, "64MiB", (master.address,), (*options, "--host-id", name)) for name in ("a", "b")]

@@ -76,11 +76,12 @@ def test_the_table_and_the_plot_show_every_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("links", "idle_s"), [("", 0.0), ("tcp", 1.0)], ids=["tcp", "links and rests"])
+def test_a_short_soak_loses_nothing(tmp_path: Path, links: str, idle_s: float) -> None:
     """A minute of everything at once: too short to tell growth from warming up, long enough for wrong bytes, hangs and
     leftovers."""
     with (tmp_path / "out").open("w") as out:
-        soak, load, length_s, problems = run(1.0, 7, tmp_path, Console(file=out))
+        soak, load, length_s, problems = run(1.0, 7, tmp_path, Console(file=out), links=links, idle_s=idle_s)
     assert [problem for problem in problems if "grew" not in problem] == []
     assert load.record.wrong == 0
     assert length_s >= 60

@@ -325,6 +325,8 @@ class Load:
         self._seed = seed
         self._hurried = hurried
         self._stop = threading.Event()
+        self._busy = threading.Event()
+        self._busy.set()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -344,8 +346,16 @@ class Load:
                 self._threads.append(thread)
                 thread.start()
 
+    def rest(self) -> None:
+        """No call begins until `work`."""
+        self._busy.clear()
+
+    def work(self) -> None:
+        self._busy.set()
+
     def stop(self) -> None:
         self._stop.set()
+        self._busy.set()
         for thread in self._threads:
             thread.join(HANG_S)
             assert not thread.is_alive(), "a call hangs"
@@ -402,9 +412,15 @@ class Load:
         except BaseException as error:
             self.record.errors.append(error)
 
+    def _goes_on(self, pause_s: float) -> bool:
+        """After this time and its rests; False at the end."""
+        if not self._stop.wait(pause_s):
+            self._busy.wait()
+        return not self._stop.is_set()
+
     def _write(self, name: str, rng: random.Random) -> None:
         number = 0
-        while not self._stop.wait(self._store_pause_s * rng.uniform(0.5, 1.5)):
+        while self._goes_on(self._store_pause_s * rng.uniform(0.5, 1.5)):
             rank = self.cluster.ranks[name]
             namespace = rng.choice(self.namespaces)
             chain = [page_hash((self._seed, name, number, at)) for at in range(rank.batch)]
@@ -417,7 +433,7 @@ class Load:
                     self._known.append((name, namespace, chain[: (outcome.ok + b"\0").index(0)]))
 
     def _read(self, name: str, rng: random.Random) -> None:
-        while not self._stop.wait(self._pause_s * rng.uniform(0.5, 1.5)):
+        while self._goes_on(self._pause_s * rng.uniform(0.5, 1.5)):
             rank = self.cluster.ranks[name]
             with self._lock:
                 entry = rng.choice(self._known) if self._known else None
