@@ -56,11 +56,12 @@ class Row:
 
 @dataclasses.dataclass
 class Bench:
-    """How a section is to measure. `mooncake`: the Python that has the Mooncake store, or ""."""
+    """How a section is to measure. `mooncake`, `lmcache`: the Python that has the Mooncake store, and LMCache, or ""."""
 
     progress: Progress
     rounds: int
     mooncake: str = ""
+    lmcache: str = ""
 
     def interleave(
         self, contenders: Mapping[str, Callable[[int], float]], what: str, rounds: int | None = None

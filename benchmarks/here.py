@@ -11,7 +11,7 @@ from statistics import median
 
 from benchmarks.harness import Bench, Memory, Row, memcpy_rate, pool, spread
 from benchmarks.ranks import BATCH, KIB, MIB, POOL_BYTES, Pages, Rank
-from benchmarks.rival import rivals
+from benchmarks.rival import mooncakes
 from hicache_mooncake import protocol as p
 
 
@@ -20,7 +20,7 @@ def shared_memory(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     source, target = Memory(POOL_BYTES), Memory(POOL_BYTES)
     targets = {64 * KIB: 0.5, 256 * KIB: 0.7, MIB: 0.85, 4 * MIB: 0.85}
-    with pool() as (settings,), rivals(bench, "local", "dummy") as theirs:
+    with pool() as (settings,), mooncakes(bench, "local", "dummy") as theirs:
         for mode, size in [*(("memfd", s) for s in targets), ("process_vm", MIB), ("segment", MIB)]:
             rank = Rank(settings, source, mode)
             pages = Pages(rank, rank, size)

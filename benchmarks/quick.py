@@ -1,9 +1,9 @@
-"""`make bench`: what moves pages, each part against its ceiling and against the real Mooncake store, in minutes.
+"""`make bench`: what moves pages, each part against its ceiling and against its peers, in minutes.
 
 Ceilings: a plain memcpy of the same pages between page-aligned buffers; the same call beside an idle interpreter; a bare
-`sendmsg`/`recv_into` loop over loopback. Every byte that ours moves is checksummed on the way; the ceilings check nothing. The
-peer is the Mooncake store (PyPI `mooncake-transfer-engine-non-cuda`, in an environment of its own): `--mooncake PYTHON` names
-the Python that has it.
+`sendmsg`/`recv_into` loop over loopback. Every byte that ours moves is checksummed on the way; the others check nothing. The
+peers are the Mooncake store (PyPI `mooncake-transfer-engine-non-cuda`) and over tcp LMCache's server (PyPI `lmcache`), each in
+an environment of its own: `--mooncake PYTHON` and `--lmcache PYTHON` name the Python that has it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ def main() -> None:
     parser.add_argument(
         "--mooncake", metavar="PYTHON", default="", help="the Python that has mooncake-transfer-engine(-non-cuda)"
     )
+    parser.add_argument("--lmcache", metavar="PYTHON", default="", help="the Python that has lmcache")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
-    mooncake = shutil.which(options.mooncake) if options.mooncake else ""
-    if mooncake is None:
-        parser.error(f"--mooncake {options.mooncake}: there is no such program")
+    pythons = {"mooncake": options.mooncake, "lmcache": options.lmcache}
+    for name, python in pythons.items():
+        if python and not shutil.which(python):
+            parser.error(f"--{name} {python}: there is no such program")
     rows: list[Row] = []
     columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as progress:
-        bench = Bench(progress, options.rounds, mooncake)
+        bench = Bench(progress, options.rounds, **{name: shutil.which(python) or "" for name, python in pythons.items()})
         for name in options.sections or SECTIONS:
             rows += SECTIONS[name](bench)
     title = f"medians of {options.rounds} interleaved rounds; ours with every byte checksummed"

@@ -1,13 +1,15 @@
-"""The real Mooncake store as the peer of `make bench`: processes of the Python that has it, asked for one batch at a time."""
+"""The peers of `make bench`, the real Mooncake store and LMCache's server: processes of the Python that has each, asked for one
+batch at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.harness import ROOT, Bench
@@ -17,42 +19,39 @@ _NAMES = {"local": "Mooncake in-process", "dummy": "Mooncake dummy client", "rem
 
 
 class Rival:
-    """One way to use it: `local`, `dummy` or `remote` (see `mooncake_pool`). Owns the processes."""
+    """Owns the processes. `_serve` starts what the client needs and returns the client's command."""
 
-    def __init__(self, python: str, kind: str) -> None:
-        self.name = _NAMES[kind]
+    def __init__(self, name: str, env: dict[str, str]) -> None:
+        self.name = name
         self._processes: list[subprocess.Popen[str]] = []
-        folder = Path(python).parent
-        master, client = free_port(), free_port()
-        self._env = os.environ | {"MC_STORE_MEMCPY": "0" if kind == "remote" else "1"}
+        self._env = os.environ | env
         try:
-            self._start(str(folder / "mooncake_master"), f"--rpc_port={master}", f"--metrics_port={free_port()}")
-            time.sleep(1.5)
-            script = [python, str(ROOT / "benchmarks" / "mooncake_pool.py"), f"127.0.0.1:{master}"]
-            if kind == "remote":
-                self._answer(self._start(*script, "owner"))
-            if kind == "dummy":
-                where = ("--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{master}", "--protocol=tcp")
-                size = "--global_segment_size=1GB"
-                self._start(str(folder / "mooncake_client"), f"--port={client}", "--host=127.0.0.1", *where, size)
-                time.sleep(4.0)
-            self._client = self._start(*script, kind, f"127.0.0.1:{client}")
+            self._client = self._start(*self._serve())
             self._answer(self._client)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, *command: str) -> subprocess.Popen[str]:
+    def _serve(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def _start(self, *command: str, port: int = 0) -> subprocess.Popen[str]:
+        """Waits until it listens on the port, if one is given."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._processes.append(subprocess.Popen(command, text=True, env=self._env, **pipes))  # type: ignore[call-overload]
-        return self._processes[-1]
+        process, until = self._processes[-1], time.monotonic() + 60
+        while port and not _answers(port):
+            if time.monotonic() > until or process.poll() is not None:
+                raise RuntimeError(f"{process.args} does not start: run it by hand to see why")
+            time.sleep(0.1)
+        return process
 
     def _answer(self, process: subprocess.Popen[str]) -> object:
         assert process.stdout is not None
         for line in process.stdout:  # among what it logs
             with contextlib.suppress(json.JSONDecodeError):
                 return json.loads(line)
-        raise RuntimeError(f"Mooncake's {process.args} ended with {process.wait()}: run it by hand to see why")
+        raise RuntimeError(f"{process.args} ended with {process.wait()}: run it by hand to see why")
 
     def rate(self, op: str, page: int, count: int) -> float:
         """GB/s of one call for so many pages."""
@@ -76,8 +75,69 @@ class Rival:
             process.wait(20)
 
 
+class Mooncake(Rival):
+    """One way to use the store: `local`, `dummy` or `remote` (see `mooncake_pool`)."""
+
+    def __init__(self, python: str, kind: str) -> None:
+        self._python, self._kind = python, kind
+        super().__init__(_NAMES[kind], {"MC_STORE_MEMCPY": "0" if kind == "remote" else "1"})
+
+    def _serve(self) -> Sequence[str]:
+        folder = Path(self._python).parent
+        master, client = free_port(), free_port()
+        self._start(str(folder / "mooncake_master"), f"--rpc_port={master}", f"--metrics_port={free_port()}", port=master)
+        script = [self._python, str(ROOT / "benchmarks" / "mooncake_pool.py"), f"127.0.0.1:{master}"]
+        if self._kind == "remote":
+            self._answer(self._start(*script, "owner"))
+        if self._kind == "dummy":
+            where = ("--metadata_server=P2PHANDSHAKE", f"--master_server_address=127.0.0.1:{master}", "--protocol=tcp")
+            size = "--global_segment_size=1GB"
+            self._start(str(folder / "mooncake_client"), f"--port={client}", "--host=127.0.0.1", *where, size)
+            time.sleep(4.0)
+        return [*script, self._kind, f"127.0.0.1:{client}"]
+
+
+class LmCache(Rival):
+    """LMCache's server and its connector, over loopback (see `lmcache_pool`)."""
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        super().__init__("LMCache server", {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"})
+
+    def _serve(self) -> Sequence[str]:
+        port = free_port()
+        self._start(self._python, "-m", "lmcache.v1.server", "127.0.0.1", str(port), port=port)
+        return [self._python, str(ROOT / "benchmarks" / "lmcache_pool.py"), str(port)]
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+        return True
+    return False
+
+
 @contextlib.contextmanager
-def rivals(bench: Bench, *kinds: str) -> Iterator[list[Rival]]:
+def mooncakes(bench: Bench, *kinds: str) -> Iterator[list[Rival]]:
     """None where no Python that has Mooncake was named."""
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(contextlib.closing(Rival(bench.mooncake, kind))) for kind in kinds if bench.mooncake]
+        yield [stack.enter_context(contextlib.closing(Mooncake(bench.mooncake, kind))) for kind in kinds if bench.mooncake]
+
+
+@contextlib.contextmanager
+def over_tcp(bench: Bench) -> Iterator[list[Rival]]:
+    """Those whose Python was named."""
+    with contextlib.ExitStack() as stack:
+        made: list[Rival] = []
+        if bench.mooncake:
+            made.append(stack.enter_context(contextlib.closing(Mooncake(bench.mooncake, "remote"))))
+        if bench.lmcache:
+            made.append(stack.enter_context(contextlib.closing(LmCache(bench.lmcache))))
+        yield made
+
+
+def promised(rival: Rival, page: int) -> float:
+    """How much faster than this one pages cross between hosts, at least."""
+    if isinstance(rival, LmCache):
+        return 1.0
+    return 2.5 if page == 64 << 10 else 1.3

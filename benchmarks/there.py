@@ -12,7 +12,7 @@ import xxhash
 
 from benchmarks.harness import Bench, Memory, Row, memcpy_rate, pool, spread
 from benchmarks.ranks import BATCH, KIB, MIB, POOL_BYTES, BareLoop, Pages, Rank, size_text
-from benchmarks.rival import rivals
+from benchmarks.rival import over_tcp, promised
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings
 from hicache_mooncake.config_values import split_address
@@ -25,11 +25,12 @@ _pushed_decoder = p.decoder(p.PushReply | p.Pushed | p.Refused)
 
 
 def tcp(bench: Bench) -> list[Row]:
-    """Loads of pages that another node holds, against a bare loop over the same loopback, and against Mooncake's."""
+    """Loads of pages that another node holds, against a bare loop over the same loopback, and against the
+    peers'."""
     rows: list[Row] = []
     source, target = Memory(POOL_BYTES), Memory(POOL_BYTES)
     bare = BareLoop(source, target)
-    with pool(nodes=2, extra=("--replicate-after", "0")) as (near, far), rivals(bench, "remote") as theirs:
+    with pool(nodes=2, extra=("--replicate-after", "0")) as (near, far), over_tcp(bench) as theirs:
         writer, reader = Rank(far, source), Rank(near, target)
         for size in SIZES:
             pages = Pages(writer, reader, size)
@@ -44,7 +45,7 @@ def tcp(bench: Bench) -> list[Row]:
             rows += pages.rows("tcp", figures, "bare loop", ["load"], 0.9)
             for rival in theirs:
                 ours = {"load": figures["load"], rival.name: figures[f"{rival.name} load"]}
-                rows += pages.rows("tcp", ours, rival.name, ["load"], 2.5 if size == 64 * KIB else 1.3)
+                rows += pages.rows("tcp", ours, rival.name, ["load"], promised(rival, size))
         writer.client.close()
         reader.client.close()
     bare.close()
@@ -98,7 +99,7 @@ def push(bench: Bench) -> list[Row]:
     rows: list[Row] = []
     source, target = Memory(POOL_BYTES), Memory(POOL_BYTES)
     bare = BareLoop(source, target)
-    with pool(nodes=2) as (_, far), contextlib.closing(Pusher(far, source)) as pusher, rivals(bench, "remote") as theirs:
+    with pool(nodes=2) as (_, far), contextlib.closing(Pusher(far, source)) as pusher, over_tcp(bench) as theirs:
         for size in SIZES:
             count = min(BATCH, POOL_BYTES // size)
             contenders = {
@@ -108,12 +109,10 @@ def push(bench: Bench) -> list[Row]:
             for rival in theirs:
                 contenders[rival.name] = rival.contenders(size, count)[f"{rival.name} store"]
             figures = bench.interleave(contenders, f"push {size // KIB} KiB")
-            for ceiling, values in figures.items():
-                if ceiling != "push":
-                    promised = 0.9 if ceiling == "bare loop" else 2.5 if size == 64 * KIB else 1.3
-                    what = f"tcp: give {count} x {size_text(size)} to a node"
-                    ours = figures["push"]
-                    rows.append(Row(what, median(ours), median(values), "GB/s", ceiling, spread(ours), promised))
+            what, ours = f"tcp: give {count} x {size_text(size)} to a node", figures["push"]
+            least = {"bare loop": 0.9} | {rival.name: promised(rival, size) for rival in theirs}
+            for ceiling, target in least.items():
+                rows.append(Row(what, median(ours), median(figures[ceiling]), "GB/s", ceiling, spread(ours), target))
     bare.close()
     source.close()
     target.close()
