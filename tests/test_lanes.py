@@ -293,6 +293,20 @@ def test_a_hundred_thousand_pages_over_the_same_connections(resources: ExitStack
     assert {len(share) for share in server.served} == {count // lanes}
 
 
+def test_what_is_asked_for_is_named_and_not_sent(resources: ExitStack) -> None:
+    """Another pool's requests had bodies as large as the pages that they asked for."""
+    count, page_bytes = 16, 128 << 10
+    server = resources.enter_context(closing(Server("a", page_bytes)))
+    reader = resources.enter_context(closing(Reader(count, page_bytes, 1)))
+    pages = names(*range(count))
+    server.hold(pages)
+    reader.place(pages, p.Peer(server.name, b"i" * 8, "127.0.0.1", server.proxy.port))
+    assert reader.load(pages, 60.0).ok == b"\x01" * count
+    before = server.proxy.asked_bytes
+    assert reader.load(pages, 60.0).ok == b"\x01" * count
+    assert count * p.HASH_BYTES < server.proxy.asked_bytes - before < count * p.HASH_BYTES + 1024
+
+
 def test_one_lane_that_breaks_in_mid_body_costs_no_page_that_another_node_has(resources: ExitStack) -> None:
     count, page_bytes = 64, 128 << 10
     first, second = (resources.enter_context(closing(Server(name, page_bytes))) for name in "ab")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.node import links
+from hicache_mooncake.node import link_book, links
 from hicache_mooncake.node.service import Node
 from hicache_mooncake.transfer import tcp
 from hicache_mooncake.transfer.tcp_transport import TcpTransport
@@ -129,6 +130,33 @@ def test_without_links_there_is_no_transport(pair: MakePair) -> None:
     writer, reader = both.rank(both.a), both.rank(both.b)
     assert reader.load(NS, both.stored(writer, reader, *range(COUNT))).ok == ALL
     assert both.b.report()["transport"] == "tcp"
+
+
+def test_links_that_come_and_go_leave_no_descriptor_and_no_thread(
+    pair: MakePair, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_book, "RETRY_FIRST_S", 0.01)
+    monkeypatch.setattr(link_book, "RETRY_MAX_S", 0.1)
+    linked = Linked(pair(by_tcp), faults)
+    ends = (linked.a, linked.b)
+
+    def replaced() -> None:
+        made = figure(linked.b, "links_made")
+        link = linked.b.links.link_to(p.Peer("a", linked.a.incarnation, "", 0))
+        assert linked.b.links.fence(link, "the test ends it")
+        wait_until(lambda: not any(figure(end, "links") for end in ends), LONG_S, "both ends know")
+        linked.both.link_up(linked.reader, linked.pages)
+        assert figure(linked.b, "links_made") > made
+
+    def open_now() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for _ in range(2):
+        replaced()
+    before = open_now()
+    for _ in range(10):
+        replaced()
+    wait_until(lambda: all(now <= had for now, had in zip(open_now(), before, strict=True)), LONG_S, "nothing is left open")
 
 
 # ---------------------------------------------------------------------- pages that are given away

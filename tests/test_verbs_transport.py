@@ -291,6 +291,23 @@ def test_after_a_fence_the_link_has_a_new_queue_pair(pair: Pair) -> None:
     assert pair.left.card.counts.queue_pairs == 2
 
 
+def test_queue_pairs_and_their_like_do_not_grow_with_the_lives_of_a_rail(pair: Pair) -> None:
+    """A link that stands for weeks is fenced many times."""
+    ends = (pair.left, pair.right)
+    devices = [device for end in ends for device in end.card.devices]
+    had = [(len(device.mrs), len(device.cqs)) for device in devices]
+    for life in range(2, 8):
+        pair.left.card.hold(after_bytes=300_000)
+        batch = pair.write()
+        until(lambda: pair.left.card.held)
+        batch.cancel()
+        pair.left.card.resume()
+        pair.write().wait()
+        assert pair.left.card.counts.queue_pairs == life
+        assert len(pair.left.card.fabric.qps) == 2, "one at each end"
+    assert [(len(device.mrs), len(device.cqs)) for device in devices] == had
+
+
 def test_a_cancelled_batch_costs_others_on_its_rail_nothing_but_time(pair: Pair) -> None:
     pair.left.card.hold(after_bytes=100_000)
     doomed = pair.write(length=SIZE // 2)

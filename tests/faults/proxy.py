@@ -50,6 +50,8 @@ class FaultProxy:
         self.accepted = 0
         """Connections since the start."""
         self.cuts = 0
+        self.asked_bytes = 0
+        """That came from clients."""
         self._faults = faults or Faults()
         self._changed = threading.Condition()
         self._closed = False
@@ -157,6 +159,9 @@ class FaultProxy:
         try:
             while data := source.recv(_PIECE):
                 at = pair.answered(upstream, len(data))
+                if upstream:
+                    with self._changed:
+                        self.asked_bytes += len(data)
                 self._send(pair, target, data, at, upstream)
             target.shutdown(socket.SHUT_WR)
         except OSError:
