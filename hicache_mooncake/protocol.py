@@ -182,13 +182,15 @@ class Landed(Message):
 class Release(Message):
     """One-way. Ends a pin, and tells what came of it: `loaded` pages arrived whole; `bad` are hashes whose bytes failed their
     checksum in this node's segment; `peer_down` are nodes that could not be reached, broke off, were silent or sent damaged
-    pages, once a failure."""
+    pages, once a failure; `apart` are nodes of this host whose socket or segment this mover cannot open, as (node, incarnation,
+    why)."""
 
     pin: int
     namespace: bytes = b""
     bad: bytes = b""
     peer_down: list[str] = []
     loaded: int = 0
+    apart: list[tuple[str, bytes, str]] = []
 
 
 class Reserve(Message):

@@ -9,7 +9,7 @@ import pytest
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.node.asking import AskMasters
-from hicache_mooncake.node.core import CLEARED_S, MAX_TAKING, STALLED_S, STUCK_S, NodeCore, Steps
+from hicache_mooncake.node.core import APART_S, CLEARED_S, MAX_TAKING, STALLED_S, STUCK_S, NodeCore, Steps
 from hicache_mooncake.node.heat import Heat
 from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store
 from hicache_mooncake.testing.local import page_hash
@@ -429,3 +429,56 @@ def test_nodes_that_could_not_be_read_from_are_counted_for_the_masters() -> None
     for i in range(500):
         handle(core, p.Release(0, peer_down=[f"n{i}"]))
     assert len(core.take_peers_down()) <= 100
+
+
+# --------------------------------------------------------------------------- neighbours
+
+NEAR = p.Peer("near", b"i" * 8, "10.0.0.4", 1, "/near.sock")
+
+
+class Neighbourhood(Directory):
+    """Its second node is on this host."""
+
+    def tell(self, ask: AskMasters) -> Told | None:
+        told = super().tell(ask)
+        assert told is not None
+        for answer in told.answers:
+            answer.peers[1] = NEAR
+        return told
+
+
+def test_a_neighbour_that_movers_cannot_reach_is_a_node_of_another_host_for_a_while() -> None:
+    """Each rank of the host fetched its pages for itself, by tcp, every time."""
+    said: list[str] = []
+    core = NodeCore("a", b"a" * 8, Store(64 * PAGE), masters=True, log=lambda level, kind, text: said.append(text))
+    pages = hashes(1, 2)
+    directory = Neighbourhood({page: [C, B] for page in pages})
+    near = locate(core, pages, directory, shared=True)
+    assert (list(near.status), near.peers[near.where[0]].socket) == ([p.REMOTE] * 2, NEAR.socket)
+    for now in (0.0, 30.0):
+        handle(core, p.Release(0, apart=[("near", NEAR.incarnation, "Permission denied")]), now=now)
+    for now in (30.0, 29.0 + APART_S):
+        far = locate(core, pages, directory, now, shared=True)
+        assert list(far.status) == [p.FETCH] * 2, "by one rank, for all"
+        assert far.peers[far.where[0]] == p.Peer("near", NEAR.incarnation, NEAR.host, NEAR.port)
+        core.drop_owner(1)
+    again = locate(core, pages, directory, 30.0 + APART_S, shared=True)
+    assert (list(again.status), again.peers[again.where[0]].socket) == ([p.REMOTE] * 2, NEAR.socket)
+    handle(core, p.Release(0, apart=[("near", NEAR.incarnation, "Permission denied")]), now=200.0)
+    assert len(said) == 1
+    assert "near" in said[0]
+    assert "Permission denied" in said[0]
+
+
+def test_a_new_life_of_such_a_neighbour_is_tried_at_once() -> None:
+    core = make_core()
+    handle(core, p.Release(0, apart=[("near", b"former--", "gone")]))
+    page = page_hash(1)
+    located = locate(core, [page], Neighbourhood({page: [C]}))
+    assert located.peers[located.where[0]].socket == NEAR.socket
+
+
+def test_what_is_known_of_such_neighbours_is_bounded() -> None:
+    core = make_core()
+    handle(core, p.Release(0, apart=[("near", number.to_bytes(8, "little"), "gone") for number in range(1000)]))
+    core.validate()

@@ -145,6 +145,31 @@ def test_a_neighbour_whose_socket_is_not_to_be_reached_is_read_by_tcp(host: Host
         assert outcome.remote_bytes == 4 * PAGE
 
 
+def test_pages_of_a_neighbour_that_cannot_be_reached_are_fetched_once_for_all_ranks(host: Host) -> None:
+    """As another host's. Each rank fetched them for itself, every time."""
+    a, first = host.add("a", shared=True), host.add("b", shared=True)
+    second = FakeRank(host.nodes["b"].settings(deadline_s=PATIENT_S), page_bytes=PAGE, shared=True)
+    try:
+        host.ready()
+        pages = hashes(*range(8))
+        a.store(NS, pages)
+        host.found("b", pages)
+        os.unlink(host.nodes["a"].socket)
+        assert first.load(NS, pages[:1]).ok == b"\x01"
+        log = host.nodes["b"].log
+        assert log is not None
+        wait_until(
+            lambda: "node a of this host cannot be read through its segment" in log.read_text(), 30, "its node hears of it"
+        )
+        before = host.sent("a")
+        for rank in (first, second):
+            assert rank.load(NS, pages).ok == b"\x01" * 8
+        assert host.sent("a") - before == 8 * PAGE
+        assert host.figures("b")["objects"] == 8
+    finally:
+        second.close()
+
+
 def test_pages_here_at_a_neighbour_and_far_away_are_one_batch(host: Host) -> None:
     a, b, c = host.add("a"), host.add("b"), host.add("c", "--host-id", "there")
     host.ready()
@@ -260,6 +285,28 @@ def test_another_life_of_the_node_is_not_taken_for_it(start_node: Callable[..., 
     assert list(answer[0].status) == [p.MISS]
 
 
+def test_who_cannot_be_reached_is_told_of_each_time_that_it_is_asked_for(
+    start_node: Callable[..., NodeProcess], siblings: Siblings, tmp_path: Path
+) -> None:
+    """And who is slow, or takes no more, is not."""
+    until = time.monotonic() + 60
+    nowhere = p.Peer("a", b"i" * 8, "127.0.0.1", 1, str(tmp_path / "nowhere"))
+    for _ in range(3):  # tried, and then left alone
+        assert siblings.ask(nowhere, question(hashes(1)), until) is None
+        ((node, incarnation, why),) = siblings.take_apart()
+        assert (node, incarnation) == ("a", b"i" * 8)
+        assert str(tmp_path / "nowhere") in why
+    assert siblings.take_apart() == []
+    elsewhere = told_of(start_node("b", "16MiB"))
+    elsewhere.node = "c"  # its path leads to another node, as in containers that each have their own /run
+    neighbour = siblings.ask(elsewhere, question(hashes(1)), until)
+    assert neighbour is not None
+    assert siblings.answer(neighbour, until) is None
+    ((node, _, why),) = siblings.take_apart()
+    assert node == "c"
+    assert "it is b" in why
+
+
 @pytest.fixture
 def silent(tmp_path: Path) -> Iterator[Callable[[str], p.Peer]]:
     """Nodes that take connections and say nothing."""
@@ -279,6 +326,7 @@ def test_who_does_not_answer_is_left_alone_for_a_while(
     assert neighbour is not None
     assert siblings.answer(neighbour, time.monotonic() + 0.3) is None
     assert siblings.ask(peer, question(hashes(1)), time.monotonic() + 30) is None
+    assert siblings.take_apart() == [], "it is there, and may answer again"
     assert siblings.filenos() == []
 
 

@@ -140,6 +140,8 @@ class Mover:
         near, self._unsettled_near = self._unsettled_near, []
         for neighbour, release in near:
             self._siblings.tell(neighbour, release)
+        if apart := self._siblings.take_apart():
+            self._link.tell(p.Release(0, apart=apart), time.monotonic() + SETTLE_S)
 
     # ------------------------------------------------------------------ load
 

@@ -2,7 +2,8 @@
 
 A neighbour is asked as the own node is, over its UNIX socket, and pins what it is asked for until the Release. Its segment is
 mapped for reading only, and stays mapped when it dies in the middle of a copy: the checksum decides. Whoever cannot be
-reached (another user, another mount namespace) is left to tcp for a while; so is one that did not answer in time.
+reached (another user, another mount namespace) is left to tcp for a while; so is one that did not answer in time. The node
+hears of those that cannot (`apart`): it has the host's ranks share their pages then, as it does with any other host's.
 
 Questions to several neighbours are asked before the first answer is waited for, so that they all wait for the slowest and not
 one after the other.
@@ -70,6 +71,10 @@ class Siblings:
         self._open: dict[Name, Neighbour] = {}
         """Longest unused first."""
         self._retries: dict[Name, Backoff] = {}
+        self._why_apart: dict[Name, str] = {}
+        """Of those in `_retries` that cannot be reached: why."""
+        self._apart: dict[Name, str] = {}
+        """Those that were asked for since `take_apart`."""
 
     # ------------------------------------------------------------------ asking
 
@@ -112,10 +117,11 @@ class Siblings:
             self._end(neighbour)
             late = isinstance(error, WireTimeout)
             if not late or time.monotonic() - neighbour.asked_at >= BLAME_AFTER_S:
-                self._failed(neighbour.name, at_least_s=_UNREACHABLE_S if isinstance(error, _Unreachable) else 0.0)
+                self._failed(neighbour.name, str(error) if isinstance(error, _Unreachable) else "")
             return None
         neighbour.asked = False
         self._retries.pop(neighbour.name, None)
+        self._why_apart.pop(neighbour.name, None)
         return located, neighbour.segment
 
     def tell(self, neighbour: Neighbour, release: p.Release) -> None:
@@ -128,6 +134,11 @@ class Siblings:
             self._end(neighbour)
 
     # ------------------------------------------------------------------ between batches
+
+    def take_apart(self) -> list[tuple[str, bytes, str]]:
+        """The neighbours that were asked for since the last call and cannot be reached: as in `Release.apart`."""
+        apart, self._apart = self._apart, {}
+        return [(node, incarnation, why) for (node, incarnation, _), why in apart.items()]
 
     def filenos(self) -> list[int]:
         """Readable between batches means that a node is gone."""
@@ -152,6 +163,8 @@ class Siblings:
         name = name_of(peer)
         retry = self._retries.get(name)
         if retry is not None and not retry.due():
+            if name in self._why_apart:
+                self._apart[name] = self._why_apart[name]
             return None
         if len(self._open) >= MAX_NEIGHBOURS:
             idle = next((other for other in self._open.values() if not other.asked), None)
@@ -167,7 +180,7 @@ class Siblings:
         except (WireClosed, WireTimeout, ValueError) as error:
             if wire is not None:
                 wire.close()
-            self._failed(name, at_least_s=0.0 if isinstance(error, WireTimeout) else _UNREACHABLE_S)
+            self._failed(name, "" if isinstance(error, WireTimeout) else str(error))
             return None
         return Neighbour(peer, wire, now)
 
@@ -176,14 +189,19 @@ class Siblings:
         welcome = neighbour.wire.receive(_from_node, until)
         fds = neighbour.wire.take_fds()
         try:
+            if isinstance(welcome, p.Refused):
+                raise _Unreachable(welcome.reason)
             if not isinstance(welcome, p.Welcome) or len(fds) != 1:
-                raise _Unreachable("no welcome")
+                raise _Unreachable("its welcome has no segment")
             node, incarnation, _ = neighbour.name
             if (welcome.node, welcome.incarnation) != (node, incarnation):
                 raise _Unreachable(f"it is {welcome.node}, and not {node} in this life of it")
-            if os.fstat(fds[0]).st_size < welcome.segment_bytes:
-                raise _Unreachable("its segment is shorter than it says")
-            return Mapping(fds[0], welcome.segment_bytes, writable=False)
+            try:
+                if os.fstat(fds[0]).st_size < welcome.segment_bytes:
+                    raise _Unreachable("its segment is shorter than it says")
+                return Mapping(fds[0], welcome.segment_bytes, writable=False)
+            except OSError as error:
+                raise _Unreachable(str(error)) from error
         finally:
             for fd in fds:
                 os.close(fd)
@@ -193,12 +211,19 @@ class Siblings:
         with contextlib.suppress(OSError):
             neighbour.close()
 
-    def _failed(self, name: Name, at_least_s: float = 0.0) -> None:
+    def _failed(self, name: Name, why_apart: str = "") -> None:
+        """`why_apart`: it cannot be reached, and that will not change soon."""
         retry = self._retries.pop(name, None) or Backoff(_FIRST_S, _MOST_S)
-        retry.failed(at_least_s)
+        retry.failed(_UNREACHABLE_S if why_apart else 0.0)
         while len(self._retries) >= _MAX_RETRIES:
-            del self._retries[next(iter(self._retries))]
+            oldest = next(iter(self._retries))
+            del self._retries[oldest]
+            self._why_apart.pop(oldest, None)
         self._retries[name] = retry
+        if why_apart:
+            self._why_apart[name] = self._apart[name] = why_apart
+        else:
+            self._why_apart.pop(name, None)
 
 
 def _readable(wire: Wire) -> bool:

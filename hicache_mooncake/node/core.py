@@ -44,6 +44,9 @@ _GIVING_S = 5.0
 """Pages that nobody took are evicted for so long, before giving them away is waited for again."""
 _MAX_REASONS = 100
 _MAX_CLEARED = 4096
+APART_S = 60.0
+"""A neighbour that a mover could not reach is a node of another host for so long; then movers try again."""
+_MAX_APART = 256
 _PINNED_FOR_OTHERS = 0.75
 """Of what may be pinned: slow readers on other hosts must not keep this host's engines from what lies here."""
 _WANT_ROOM = 0.9
@@ -136,6 +139,8 @@ class NodeCore:
         self._cleared: OrderedDict[bytes, float] = OrderedDict()
         """Namespaces cleared lately: when."""
         self._peers_down: Counter[str] = Counter()
+        self._apart: OrderedDict[bytes, float] = OrderedDict()
+        """Lives of neighbours whose segments this host's movers cannot open: until when that is taken for granted."""
         self._brim_bytes = (store.high_bytes + store.allocator.capacity) // 2
         self._nobody_took_at = float("-inf")
         self._expire_at = 0.0
@@ -153,7 +158,7 @@ class NodeCore:
             case p.Locate():
                 return (yield from self.locate(owner, message, now))
             case p.Release():
-                self.release(owner, message)
+                self.release(owner, message, now)
             case p.Reserve():
                 return self.reserve(owner, message, now)
             case p.Commit():
@@ -229,7 +234,7 @@ class NodeCore:
             told = yield AskMasters([question], min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
             if told is not None:
                 answer = told.answers[0]
-                peers = [self._reachable(peer) for peer in answer.peers]
+                peers = [self._reachable(peer, now) for peer in answer.peers]
                 for i, holder in zip(missing, answer.holder, strict=False):
                     if holder:
                         status[i], where[i] = p.REMOTE, holder - 1
@@ -262,8 +267,9 @@ class NodeCore:
                     status[i] = claim
         return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room, others)
 
-    def _reachable(self, peer: p.Peer) -> p.Peer:
-        if self._neighbours or not peer.socket:
+    def _reachable(self, peer: p.Peer, now: float) -> p.Peer:
+        """Without the socket of one on this host that cannot be read through it: then it is as any other host's."""
+        if not peer.socket or (self._neighbours and now >= self._apart.get(peer.incarnation, now)):
             return peer
         return p.Peer(peer.node, peer.incarnation, peer.host, peer.port)
 
@@ -275,7 +281,7 @@ class NodeCore:
         fetched, namespace, hashes = self._heat.fetched, message.namespace, message.hashes
         return [i for i in remote if fetched(namespace, hashes[i * size : (i + 1) * size], now)]
 
-    def release(self, owner: int, message: p.Release) -> None:
+    def release(self, owner: int, message: p.Release, now: float) -> None:
         self.store.release(owner, message.pin, loaded=message.loaded)
         dropped = self.store.discard(message.namespace, message.bad, "checksum") if message.bad else 0
         if dropped:
@@ -289,6 +295,20 @@ class NodeCore:
             self._log(logging.WARNING, f"peer {node}", text)
             if len(self._peers_down) < _MAX_REASONS or node in self._peers_down:
                 self._peers_down[node] += 1
+        for node, incarnation, why in message.apart:
+            self._keep_apart(node, incarnation, why, now)
+
+    def _keep_apart(self, node: str, incarnation: bytes, why: str, now: float) -> None:
+        known = self._apart.pop(incarnation, None)
+        self._apart[incarnation] = now + APART_S
+        if len(self._apart) > _MAX_APART:
+            self._apart.popitem(last=False)
+        if known is None:
+            text = (
+                f"node {node} of this host cannot be read through its segment: {why}. Its pages come by tcp. Run both nodes "
+                "and their engines as one user, and where they are in containers put --socket into a directory that these share"
+            )
+            self._log(logging.WARNING, f"apart {node}", text)
 
     def take_peers_down(self) -> dict[str, int]:
         """How often reads from other nodes failed, by node, since the last call."""
@@ -519,6 +539,7 @@ class NodeCore:
         """Everything that must hold between two calls; tests run it after every event."""
         self.store.validate()
         assert len(self._cleared) <= _MAX_CLEARED
+        assert len(self._apart) <= _MAX_APART
         assert sum(writing.pushed for writing in self._writing.values()) <= MAX_TAKING
 
 
