@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -221,6 +222,61 @@ def test_a_descriptor_that_cannot_serve_is_refused_with_what_is_wrong(
         assert caught.value.reason == "memory"
     finally:
         os.close(fd)
+
+
+class Unsealed(Memory):
+    """A memfd as other programs make it. SGLang's host pools take no seals."""
+
+    def __init__(self, length: int, flags: int = 0) -> None:
+        self.length, self.fd = length, os.memfd_create("unsealed", flags)
+        os.ftruncate(self.fd, length)
+        self._mapping = Mapping(self.fd, length, writable=True)
+        self.address = self._mapping.address
+
+
+def test_memory_that_could_be_made_shorter_is_moved_all_the_same(pair: Pair) -> None:
+    with memories(3 << 20) as (mine,), contextlib.closing(Unsealed(3 << 20)) as theirs:
+        pair.near.register(mine.address, mine.length, mine.fd)
+        at = 4096 + 5
+        pair.link.learn(
+            theirs.address + at, theirs.length - at, pair.far.register(theirs.address + at, theirs.length - at, theirs.fd, at)
+        )
+        body = os.urandom(theirs.length)
+        theirs.put(body)
+        pieces = [
+            Piece(mine.address, theirs.address + at, 2 << 20),
+            Piece(mine.address + (2 << 20), theirs.address + at + 7, 9),
+        ]
+        pair.link.submit("read", pieces, soon()).wait()
+        assert mine.get(length=(2 << 20) + 9) == body[at : at + (2 << 20)] + body[at + 7 : at + 16]
+        pair.link.submit("write", [Piece(mine.address, theirs.address + at + 100, 1000)], soon()).wait()
+        assert theirs.get() == body[: at + 100] + mine.get(length=1000) + body[at + 1100 :]
+
+
+@pytest.mark.parametrize("op", ["read", "write"])
+def test_memory_that_is_made_shorter_under_a_peer_ends_no_process(pair: Pair, op: Literal["read", "write"]) -> None:
+    """It was mapped, and the peer died of SIGBUS."""
+    with memories(1 << 20) as (mine,), contextlib.closing(Unsealed(1 << 20)) as theirs:
+        pair.near.register(mine.address, mine.length, mine.fd)
+        pair.share(theirs)
+        pair.link.submit("read", [Piece(mine.address, theirs.address, 1 << 20)], soon()).wait()
+        os.ftruncate(theirs.fd, 4096)
+        with pytest.raises(TransportError, match="shorter") as caught:
+            pair.link.submit(op, [Piece(mine.address, theirs.address, 1 << 20)], soon()).wait()
+        assert caught.value.reason == "memory"
+        assert os.fstat(theirs.fd).st_size == 4096
+        pair.link.submit(op, [Piece(mine.address, theirs.address, 4096)], soon()).wait()
+
+
+def test_memory_that_takes_seals_is_sealed_and_mapped(pair: Pair) -> None:
+    with memories(4096) as (mine,), contextlib.closing(Unsealed(4096, os.MFD_ALLOW_SEALING)) as theirs:
+        pair.near.register(mine.address, mine.length, mine.fd)
+        pair.share(theirs)
+        with pytest.raises(PermissionError):
+            os.ftruncate(theirs.fd, 0)
+        pair.link.submit("read", [Piece(mine.address, theirs.address, 4096)], soon()).wait()
+        (place,) = pair.link._places.values()  # type: ignore[attr-defined]
+        assert place._mapping is not None
 
 
 def test_a_tcp_socket_is_no_channel() -> None:

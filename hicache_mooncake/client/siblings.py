@@ -19,7 +19,7 @@ from collections.abc import Collection
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, Backoff
-from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.mapping import Mapping, keeps_its_size
 from hicache_mooncake.wire import Soon, Wire, WireClosed, WireTimeout, connect
 
 MAX_NEIGHBOURS = 16
@@ -199,6 +199,8 @@ class Siblings:
             try:
                 if os.fstat(fds[0]).st_size < welcome.segment_bytes:
                     raise _Unreachable("its segment is shorter than it says")
+                if not keeps_its_size(fds[0]):
+                    raise _Unreachable("its segment could be made shorter while it is read")
                 return Mapping(fds[0], welcome.segment_bytes, writable=False)
             except OSError as error:
                 raise _Unreachable(str(error)) from error

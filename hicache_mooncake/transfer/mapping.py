@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -49,9 +50,18 @@ def create_memfd(name: str, length: int, *, huge: bool = False) -> int:
 
 def _seal_size(fd: int) -> None:
     """Nobody can shrink it under a reader (which would be SIGBUS in whoever touches the missing part)."""
-    import fcntl
-
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def keeps_its_size(fd: int) -> bool:
+    """Nobody can shrink this file any more: it is sealed against that, here and now where it was not yet and takes seals. What
+    does not (a file of /dev/shm, a memfd made without MFD_ALLOW_SEALING) may be SIGBUS in whoever maps it."""
+    try:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+    return True
 
 
 class Mapping:

@@ -1,7 +1,8 @@
 """Between processes of one host: whoever asks copies, in one pass, from or to the peer's memory.
 
 Memory that is a mapping of a descriptor is mapped here too: the descriptor comes over the channel (SCM_RIGHTS) when it is
-learned of. Other memory is reached by process_vm_readv and process_vm_writev, where the kernel's ptrace rules allow it.
+learned of. One whose size cannot be sealed is copied from and to by pread and pwrite, which tell of an end that has moved.
+Other memory is reached by process_vm_readv and process_vm_writev, where the kernel's ptrace rules allow it.
 
 Since the copy is done by the other process, `Link.close` asks it to stop and waits for its answer: each end shuts its side of
 the channel down when it has stopped copying. A process that dies does so too, as the kernel takes its memory before its files.
@@ -22,6 +23,7 @@ from hicache_mooncake.transfer.batches import Batch
 from hicache_mooncake.transfer.channel_link import ChannelLink, Memory
 from hicache_mooncake.transfer.channel_transport import ChannelTransport, Own
 from hicache_mooncake.transfer.copying import Copier, Place
+from hicache_mooncake.transfer.mapping import keeps_its_size
 from hicache_mooncake.transfer.shm_copy import MappedPlace, ProcessPlace, process_ended
 from hicache_mooncake.transfer.transport import Pending, TransportError, TransportOptions
 
@@ -46,6 +48,7 @@ class ShmTransport(ChannelTransport):
         if fd < 0:
             return _PROCESS
         _check_descriptor(fd, length, fd_offset)
+        keeps_its_size(fd)  # where it can be: peers map it then
         return _MAPPED
 
     def meet(self, channel: socket.socket, deadline: float) -> ChannelLink:

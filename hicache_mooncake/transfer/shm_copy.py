@@ -9,7 +9,7 @@ import select
 from collections.abc import Sequence
 
 from hicache_mooncake.transfer.copying import Place
-from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.mapping import Mapping, keeps_its_size
 from hicache_mooncake.transfer.transport import Op, Piece, TransportError
 
 _SHORT = 64 << 10
@@ -26,19 +26,34 @@ _process_vm = {"read": _libc.process_vm_readv, "write": _libc.process_vm_writev}
 for _function in _process_vm.values():
     _function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
     _function.restype = ctypes.c_ssize_t
+_file = {"read": _libc.pread, "write": _libc.pwrite}
+for _function in _file.values():
+    _function.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long]
+    _function.restype = ctypes.c_ssize_t
 
 
 class MappedPlace(Place):
+    """What the peer could shrink under us is not mapped, since touching it might be SIGBUS, but read and written by system
+    call, at some 0.8 of the rate. SGLang's host pools are of that kind."""
+
     _mapping: Mapping | None = None
+    _fd = -1
+    """Of what is not mapped."""
     _shift = 0
-    """From an address of the peer's to the same byte's here."""
+    """From an address of the peer's to the same byte's here, or in the file."""
 
     def map(self, fd: int, fd_offset: int) -> None:
         """Map the peer's descriptor, which stays the caller's. Raises TransportError."""
         try:
+            sealed = keeps_its_size(fd)  # before we look how long it is
             status = os.fstat(fd)
             if fd_offset < 0 or fd_offset + self.length > status.st_size:
                 raise OSError(errno.EINVAL, f"its descriptor has {status.st_size} bytes")
+            if not sealed:
+                self._fd = os.dup(fd)
+                self._shift = fd_offset - self.address
+                self.ready = True
+                return
             page = max(status.st_blksize, 4096)  # whole pages, of the size that the file has them
             start = fd_offset - fd_offset % page
             end = -(-(fd_offset + self.length) // page) * page
@@ -51,6 +66,10 @@ class MappedPlace(Place):
 
     def copy(self, op: Op, pieces: Sequence[Piece]) -> None:
         shift = self._shift
+        if self._fd >= 0:
+            for here, there, length in pieces:
+                self._call(op, here, there + shift, length)
+            return
         for here, there, length in pieces:
             move = _memmove if length <= _SHORT else _long_memmove
             if op == "read":
@@ -58,9 +77,22 @@ class MappedPlace(Place):
             else:
                 move(there + shift, here, length)
 
+    def _call(self, op: Op, here: int, at: int, length: int) -> None:
+        if at + length > os.fstat(self._fd).st_size:  # a write would make it longer again
+            raise TransportError("memory", f"{op} of {length} bytes: the peer has made its memory shorter than it said")
+        while length:
+            moved = _file[op](self._fd, here, length, at)
+            if moved <= 0:
+                error = os.strerror(ctypes.get_errno()) if moved else "the peer has made its memory shorter than it said"
+                raise TransportError("memory", f"{op} of {length} bytes: {error}")
+            here, at, length = here + moved, at + moved, length - moved
+
     def close(self) -> None:
         if self._mapping is not None:
             self._mapping.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class _IoVec(ctypes.Structure):
