@@ -45,7 +45,7 @@ def tcp(bench: Bench) -> list[Row]:
             rows += pages.rows("tcp", figures, "bare loop", ["load"], 0.9)
             for rival in theirs:
                 ours = {"load": figures["load"], rival.name: figures[f"{rival.name} load"]}
-                rows += pages.rows("tcp", ours, rival.name, ["load"], promised(rival, size))
+                rows += pages.rows("tcp", ours, rival.name, ["load"], promised(rival, "load", size))
         writer.client.close()
         reader.client.close()
     bare.close()
@@ -110,9 +110,9 @@ def push(bench: Bench) -> list[Row]:
                 contenders[rival.name] = rival.contenders(size, count)[f"{rival.name} store"]
             figures = bench.interleave(contenders, f"push {size // KIB} KiB")
             what, ours = f"tcp: give {count} x {size_text(size)} to a node", figures["push"]
-            least = {"bare loop": 0.9} | {rival.name: promised(rival, size) for rival in theirs}
-            for ceiling, target in least.items():
-                rows.append(Row(what, median(ours), median(figures[ceiling]), "GB/s", ceiling, spread(ours), target))
+            ceilings = {"bare loop": 0.9} | {rival.name: promised(rival, "store", size) for rival in theirs}
+            for ceiling, least in ceilings.items():
+                rows.append(Row(what, median(ours), median(figures[ceiling]), "GB/s", ceiling, spread(ours), least))
     bare.close()
     source.close()
     target.close()
