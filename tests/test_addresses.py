@@ -79,7 +79,7 @@ def test_a_host_of_a_thousand_interfaces_is_listed_in_a_line() -> None:
 
 def test_this_machines_interfaces_are_listed() -> None:
     found = addresses.table()
-    assert InterfaceAddress("lo", "127.0.0.1", True) in found
+    assert InterfaceAddress("lo", "127.0.0.1", True, "127.0.0.0/8") in found
     assert "lo (127.0.0.1" in addresses.listing(found)
 
 

@@ -97,6 +97,15 @@ def test_an_infiniband_port_needs_a_lid() -> None:
         gids.choose("mlx5_0", TABLES["InfiniBand without a subnet manager"])
 
 
+def test_an_infiniband_port_without_a_gid_is_used_by_its_lid() -> None:
+    for rows in ((), (Gid(0, IPv6Address(0).exploded, "IB", ""),)):
+        choice = gids.choose("ib0", port(rows, "InfiniBand", lid=37))
+        assert (choice.gid, choice.family) == ("", "InfiniBand")
+        assert "LID 37" in choice.why
+    with pytest.raises(gids.GidError, match="no GID 0"):
+        gids.choose("ib0", port((), "InfiniBand", lid=37), 0)
+
+
 V4, OTHER_V4 = "::ffff:10.0.0.1", "::ffff:10.9.0.1"
 V6, LOCAL = "2001:db8::1", "fe80::1"
 

@@ -337,8 +337,9 @@ def test_all_events_that_are_there_are_taken(binding: RecordedBinding, calls: Re
         (1, 9, "fe80::2", False),
         (1, 9, "fec0::2", True),
         (1, 0, "fe80::2", True),
+        (1, 9, "", False),
     ],
-    ids=["RoCE", "one subnet", "another subnet", "no lid"],
+    ids=["RoCE", "one subnet", "another subnet", "no lid", "no gid"],
 )
 def test_the_global_header_is_used_where_the_peer_needs_it(
     binding: RecordedBinding, calls: RecordedCalls, link_layer: int, lid: int, gid: str, is_global: bool
@@ -355,6 +356,23 @@ def test_the_global_header_is_used_where_the_peer_needs_it(
             qp.connect(address, 0, mtu)
     with pytest.raises(VerbsError, match="not one of mlx5_0"):
         binding.open("mlx5_0").queue_pair(_closed(device), 1, 1, 1)
+
+
+@pytest.mark.parametrize("index", [2, 3], ids=["missing", "zero"])
+def test_an_infiniband_port_without_a_gid_connects_by_its_lid(
+    binding: RecordedBinding, calls: RecordedCalls, index: int
+) -> None:
+    calls.link_layer = 1
+    device = binding.open("mlx5_0")
+    qp = device.queue_pair(device.completions(16), 1, 16, 4)
+    qp.init()
+    assert (qp.address(index).gid, qp.address(index).lid) == ("", 7)
+    qp.connect(QpAddress(5, 6, "fe80::2", 9), index, 1024)
+    assert calls.route is not None
+    assert not calls.route.is_global
+    for nowhere in (QpAddress(5, 6, "", 0), QpAddress(5, 6, "no address", 9)):
+        with pytest.raises(VerbsError, match="cannot connect"):
+            qp.connect(nowhere, index, 1024)
 
 
 def _closed(device: Any) -> Any:

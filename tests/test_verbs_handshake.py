@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache_mooncake.protocol import Message
 from hicache_mooncake.transfer.transport import MAX_NOTICE_BYTES, TransportError
 from hicache_mooncake.transfer.verbs.api import QpAddress
 from hicache_mooncake.transfer.verbs.handshake import (
@@ -30,6 +31,7 @@ from hicache_mooncake.transfer.verbs.handshake import (
     Refusal,
     announce,
     announced,
+    check_ports,
     check_rail,
     frame,
     remote_qp,
@@ -43,6 +45,7 @@ ALL: list[Control] = [
     announce(PORTS),
     Refusal("no"),
     Pair(0, 1, 17, 5, 16),
+    Pair(0, 1, 17, 5, 16, 3, 2),
     Paired(0, 1, 18, 6, 16),
     NotPaired(3, 2, "no memory"),
     Ready(0, 1),
@@ -139,3 +142,28 @@ def test_rails_that_there_are_not_are_refused() -> None:
 def test_reasons_are_as_long_as_they_may_be() -> None:
     assert short("x" * MAX_TEXT) == "x" * MAX_TEXT
     assert len(short("x" * 10_000)) == MAX_TEXT
+
+
+class OldPair(Message, tag="Pair"):
+    """Of the first release."""
+
+    rail: int
+    generation: int
+    number: int
+    psn: int
+    rd_atomic: int
+
+
+def test_messages_of_the_first_release_are_read_and_read_there() -> None:
+    old, new = OldPair(0, 1, 17, 5, 16), Pair(0, 1, 17, 5, 16, 3, 2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=OldPair) == old
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=Pair) == Pair(0, 1, 17, 5, 16, -1, -1)
+    told = msgspec.to_builtins(announce(PORTS))
+    assert not msgspec.convert(told[:-1], Ports).takes_ports
+
+
+@pytest.mark.parametrize(("port", "to"), [(-1, 0), (2, 0), (0, 3), (0, -1)])
+def test_a_pair_of_ports_that_there_are_not_is_refused(port: int, to: int) -> None:
+    check_ports(Pair(0, 1, 17, 5, 16, 1, 2), 2, 3)
+    with pytest.raises(TransportError, match="pairs its port"):
+        check_ports(Pair(0, 1, 17, 5, 16, port, to), 2, 3)

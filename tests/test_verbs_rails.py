@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from ipaddress import ip_network
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from hicache_mooncake.transfer.verbs.rails import (
     Rails,
     State,
     pairs,
+    routes,
 )
 from hicache_mooncake.transfer.verbs.slices import MIN_SLICE
 
@@ -260,3 +262,70 @@ def test_ports_of_different_fabrics_make_no_rail() -> None:
     assert pairs([ib, port(1)], [port(0), other_subnet]) == [(1, 0)]
     assert pairs([v6], [port(0)]) == []
     assert pairs([port(0), v6, ib], [ib, v6]) == [(1, 1), (2, 0)]
+
+
+def v4(number: int, network: int) -> Port:
+    return port(number, f"0000:0000:0000:0000:0000:ffff:0a00:{network:02x}{number + 1:02x}")
+
+
+NETWORKS = {1: ip_network("10.0.1.0/24"), 2: ip_network("10.0.2.0/24"), 3: ip_network("10.0.3.0/24")}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        ((1, 2), (2, 1), [(0, 1), (1, 0)]),
+        ((1, 2), (2,), [(0, 0), (1, 0)]),
+        ((2,), (1, 2), [(0, 1)]),
+        ((1, 1, 2), (2, 1), [(0, 1), (1, 1), (2, 0)]),
+        ((1, 2, 3), (3, 9, 1), [(0, 2), (1, 1), (2, 0)]),
+        ((1, 2), (8, 9), [(0, 0), (1, 1)]),
+    ],
+    ids=["crosswise", "fewer there", "fewer here", "two on one", "one unknown", "routed"],
+)
+def test_ports_of_one_network_are_a_rail(
+    ours: tuple[int, ...], theirs: tuple[int, ...], expected: list[tuple[int, int]]
+) -> None:
+    here = [v4(number, network) for number, network in enumerate(ours)]
+    there = [v4(100 + number, network) for number, network in enumerate(theirs)]
+    found = routes(here, [NETWORKS[network] for network in ours], there)
+    assert sorted(found.pairs) == expected
+    for (_, port_there), others in zip(found.pairs, found.others, strict=True):
+        assert sorted((port_there, *others)) == list(range(len(theirs)))
+
+
+def test_where_networks_are_not_known_or_all_the_same_ports_are_paired_in_order() -> None:
+    here, there = [v4(i, 1) for i in range(4)], [v4(100 + i, 1) for i in range(4)]
+    in_order = [(i, i) for i in range(4)]
+    assert routes(here, [None] * 4, there).pairs == routes(here, [NETWORKS[1]] * 4, there).pairs == in_order
+
+
+def test_an_infiniband_port_without_a_gid_may_be_in_any_subnet_and_never_on_ethernet() -> None:
+    ib = port(0, "fe80:0000:0000:0000:0002:c903:0000:0001", "InfiniBand")
+    bare = port(1, "", "InfiniBand")
+    assert routes([bare], [None], [port(0), ib]).pairs == [(0, 1)]
+    assert routes([ib], [None], [bare]).pairs == [(0, 0)]
+    assert routes([port(0)], [None], [bare, ib]).pairs == []
+
+
+def test_a_rail_that_never_worked_goes_through_the_peers_ports_and_one_that_did_stays() -> None:
+    rails = Rails([(0, 0), (0, 3)], random.Random(1), [(1, 2, 3), (0, 1, 2)])
+    rail, tried, now = rails.all[0], [], 0.0
+    for _ in range(5):
+        tried.append(rail.remote)
+        assert rails.tried(now) is False
+        assert rail in rails.due(now)
+        rails.pairing(rail, now)
+        rails.lost(rail, Loss.FAILED, now, gone=True)
+        rails.validate()
+        now = now if rail.pause.due() else rail.pause.at
+    assert tried[:3] == [0, 1, 2], "3 is another rail's"
+    rails.pairing(rail, now)
+    rails.came_up(rail, now)
+    remote = rail.remote
+    for _ in range(3):
+        rails.lost(rail, Loss.FAILED, now, gone=True)
+        now = rail.pause.at
+        assert rail.remote == remote
+        rails.due(now)
+        rails.pairing(rail, now)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from hicache_mooncake.testing.fake_verbs import FakeCard, FakeFabric, FakeHost, FakeQp
 from hicache_mooncake.transfer.transport import Link, Pending, Piece, TransportError, TransportOptions
-from hicache_mooncake.transfer.verbs import rails
+from hicache_mooncake.transfer.verbs import handshake, rails
 from hicache_mooncake.transfer.verbs.api import VerbsError, Work
 from hicache_mooncake.transfer.verbs.handshake import announce, frame
 from hicache_mooncake.transfer.verbs.link import VerbsLink
@@ -127,6 +128,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy for a while is neither a rail on which nothing moves nor a peer that does not answer."""
     monkeypatch.setattr(rails, "STALLED_S", LONG)
     monkeypatch.setattr(rails, "ANSWER_S", LONG)
+    monkeypatch.setattr(rails, "PROBE_S", LONG)
 
 
 @pytest.fixture
@@ -160,17 +162,19 @@ def reason_of(pending: Pending) -> str:
 
 def test_a_batch_goes_over_all_rails_with_one_list_of_works_each(two_rails: Pair) -> None:
     cards = list(two_rails.left.host.cards.values())
+    before = [card.counts.posts for card in cards]
     two_rails.write(length=2 << 20).wait()
     assert two_rails.same(length=2 << 20)
-    assert [card.counts.posts for card in cards] == [1, 1]
+    assert [card.counts.posts for card in cards] == [count + 1 for count in before]
     assert all(card.counts.bytes >= 512 << 10 for card in cards)
 
 
 def test_layers_that_lie_apart_here_and_together_there_are_one_work(pair: Pair) -> None:
     left, right = pair.left.memory.address, pair.right.memory.address
     layers = [Piece(left + layer * 9000, right + layer * 500, 500) for layer in range(30)]
+    before = pair.left.card.counts.works
     pair.left.link.submit("write", layers, time.monotonic() + LONG).wait()
-    assert pair.left.card.counts.works == 1
+    assert pair.left.card.counts.works == before + 1
     for layer in range(30):
         assert pair.right.memory.bytes(layer * 500, 500) == pair.left.memory.bytes(layer * 9000, 500)
 
@@ -262,6 +266,85 @@ def test_a_card_that_vanishes_costs_its_rail_only(two_rails: Pair) -> None:
     two_rails.write().wait()
     assert two_rails.same()
     assert two_rails.left.states() == ["down", "up"]
+
+
+# ---------------------------------------------------------------------- which ports make a rail
+
+
+def cabled(host: FakeHost, *networks: str) -> FakeHost:
+    for number, network in enumerate(networks):
+        host.add_card(f"mlx5_{number}").network = network
+    return host
+
+
+def ends_of(fabric: FakeFabric, left: str, right: str) -> tuple[End, End]:
+    """Of hosts whose cards are on these networks, a letter a card."""
+    here = End(cabled(fabric.host("left", ()), *left), TransportOptions(), 1)
+    there = End(cabled(fabric.host("right", ()), *right), TransportOptions(), 2)
+    here.link, there.link = connected(here.transport, there.transport)
+    here.link.learn(there.memory.address, SIZE, there.token)
+    there.link.learn(here.memory.address, SIZE, here.token)
+    return here, there
+
+
+def made_of(end: End) -> set[tuple[str, str]]:
+    assert isinstance(end.link, VerbsLink)
+    return {(rail.here, rail.there) for rail in end.link.report() if rail.state == "up"}
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "rails"),
+    [
+        ("ab", "ba", {(0, 1), (1, 0)}),
+        ("ab", "b", {(1, 0)}),
+        ("b", "ab", {(0, 1)}),
+        ("abc", "cab", {(0, 1), (1, 2), (2, 0)}),
+        ("ab", "abba", {(0, 0), (1, 1), (1, 2), (0, 3)}),
+        ("ab", "ca", {(0, 1)}),
+    ],
+)
+def test_ports_find_those_that_they_reach(fabric: FakeFabric, left: str, right: str, rails: set[tuple[int, int]]) -> None:
+    """Of hosts that are not cabled alike. Nobody's write has to fail for it."""
+    here, there = ends_of(fabric, left, right)
+    expected = {(f"mlx5_{one}:1", f"mlx5_{other}:1") for one, other in rails}
+    until(lambda: made_of(here) == expected and made_of(there) == {(b, a) for a, b in expected})
+    for end, other, op in ((here, there, "write"), (there, here, "write")):
+        piece = Piece(end.memory.address, other.memory.address, SIZE)
+        end.link.submit(op, [piece], time.monotonic() + LONG).wait()
+        assert here.memory.bytes() == there.memory.bytes()
+    for end in (here, there):
+        end.transport.close()
+    assert not fabric.qps
+
+
+def test_hosts_whose_ports_do_not_reach_each_other_have_no_link_and_few_queue_pairs(fabric: FakeFabric) -> None:
+    with pytest.raises(TransportError, match=r"no rail could be made.*nothing gets through: retries exceeded"):
+        ends_of(fabric, "ab", "cd")
+    until(lambda: not fabric.qps)
+    assert sum(card.counts.queue_pairs for host in fabric.hosts for card in host.cards.values()) <= 12
+
+
+def test_a_card_that_answers_nothing_costs_its_rail_only(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rails, "PROBE_S", 0.2)
+    left = cabled(fabric.host("left", ()), "a", "b")
+    left.cards["mlx5_0"].lose_completions(1 << 30)
+    here = End(left, TransportOptions(), 1)
+    there = End(cabled(fabric.host("right", ()), "a", "b"), TransportOptions(), 2)
+    here.link, there.link = connected(here.transport, there.transport)
+    assert made_of(here) == {("mlx5_1:1", "mlx5_1:1")}
+    for end in (here, there):
+        end.transport.close()
+
+
+def test_ends_that_do_not_take_ports_from_each_other_number_the_same_rails(
+    fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between releases: it is what the former one does."""
+    monkeypatch.setattr(handshake, "announce", lambda ports: replace_struct(announce(ports), takes_ports=False))
+    here, there = ends_of(fabric, "ab", "ab")
+    assert made_of(here) == {("mlx5_0:1", "mlx5_0:1"), ("mlx5_1:1", "mlx5_1:1")}
+    for end in (here, there):
+        end.transport.close()
 
 
 # ---------------------------------------------------------------------- deadlines, cancelling, fences
@@ -582,6 +665,30 @@ def test_a_peer_that_is_gone_after_its_first_word_leaves_no_queue_pair(fabric: F
     assert not fabric.qps
     assert ours.fileno() == -1
     transport.close()
+
+
+def test_a_link_without_a_channel_is_refused(fabric: FakeFabric) -> None:
+    transport = VerbsTransport(TransportOptions(), fabric.host("left").binding())
+    for begin in (transport.connect, transport.accept):
+        with pytest.raises(TransportError, match="no channel"):
+            begin([], time.monotonic() + LONG)
+    transport.close()
+
+
+@pytest.mark.parametrize("without", ["both", "one"])
+def test_infiniband_ports_without_a_gid_are_linked_by_their_lids(fabric: FakeFabric, without: str) -> None:
+    hosts = [fabric.host(name, ()) for name in ("left", "right")]
+    for host in hosts:
+        card = host.add_card("mlx5_0", link_layer="InfiniBand")
+        if without == "both" or host is hosts[0]:
+            card.gid_table(1, ())
+    left, right = (End(host, TransportOptions(), seed) for seed, host in enumerate(hosts, 1))
+    left.link, right.link = connected(left.transport, right.transport)
+    left.link.learn(right.memory.address, SIZE, right.token)
+    left.link.submit("write", [Piece(left.memory.address, right.memory.address, SIZE)], time.monotonic() + LONG).wait()
+    assert right.memory.bytes() == left.memory.bytes()
+    for end in (left, right):
+        end.transport.close()
 
 
 def fail_to_accept(transport: VerbsTransport, channel: socket.socket, errors: list[TransportError]) -> None:

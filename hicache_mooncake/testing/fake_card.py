@@ -257,7 +257,7 @@ class FakeCard:
             return int(Status.RETRY_EXC_ERR)
         if total > self.limits.max_msg_sz:
             return int(Status.LOC_LEN_ERR)
-        if not all(qp.device.covers(lkey, address, length, local=True) for address, length, lkey in work.sges):
+        if not all(qp.device.covers(lkey, at, length, local=True) for at, length, lkey in work.sges if length):
             return int(Status.LOC_PROT_ERR)
         peer = self._peer(qp)
         if peer is None:
@@ -280,8 +280,13 @@ class FakeCard:
             and mine.link_layer == other.link_layer
             and self.network == peer.card.network
             and peer.device.generation == peer.card.generation
-            and qp.remote.gid == (there := entry(other, peer.gid_index)).gid
-            and there.type == entry(mine, qp.gid_index).type
+            and (
+                mine.link_layer == "InfiniBand"
+                or (
+                    qp.remote.gid == (there := entry(other, peer.gid_index)).gid
+                    and there.type == entry(mine, qp.gid_index).type
+                )
+            )
             and peer.mtu == qp.mtu
         )
         return peer if answers else None

@@ -53,6 +53,11 @@ class FakeFabric:
                 host.add_card(card)
             return host
 
+    @property
+    def hosts(self) -> list[FakeHost]:
+        with self.changed:
+            return list(self._hosts.values())
+
     def number(self) -> int:
         with self.changed:
             return next(self._numbers) & 0xFFFFFF
@@ -194,16 +199,17 @@ class FakeQp(api.Qp):
         with self._changed:
             self._check("", "ask for the address")
             found = entry(self.card.ports[self.port], gid_index)
-            if not found.gid:
-                raise api.VerbsError(f"{self.card.name} has no GID {gid_index}", errno.EINVAL)
             lid = self.card.ports[self.port].lid
+            if not found.gid and not lid:
+                raise api.VerbsError(f"{self.card.name} has no GID {gid_index}", errno.EINVAL)
             return api.QpAddress(self.number, self.psn, found.gid, lid, self.card.limits.max_rd_atomic)
 
     def connect(self, remote: api.QpAddress, gid_index: int, mtu: int, options: api.QpOptions = api.DEFAULT_QP_OPTIONS) -> None:
         with self._changed:
             self._check("INIT", "connect a queue pair")
             port = self.card.ports[self.port]
-            if mtu not in api.MTUS or mtu > port.active_mtu or not entry(port, gid_index).gid or len(remote.gid) != 39:
+            by_gid = bool(entry(port, gid_index).gid) and len(remote.gid) == 39
+            if mtu not in api.MTUS or mtu > port.active_mtu or not (by_gid or (port.lid and remote.lid)):
                 raise api.VerbsError(
                     f"connect a queue pair of {self.card.name} by GID {gid_index} to {remote} with an MTU of {mtu}",
                     errno.EINVAL,

@@ -31,6 +31,8 @@ class InterfaceAddress(NamedTuple):
     address: str
     """"" for an interface without any."""
     up: bool
+    network: str = ""
+    """In which the address lies, `10.0.0.0/24`; "" where there is none."""
 
 
 # --------------------------------------------------------------------------- choosing
@@ -120,6 +122,7 @@ _IfAddrs._fields_ = (
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.POINTER(_SockAddr)),
+    ("netmask", ctypes.POINTER(_SockAddr)),
 )
 """As far as it is read here; the rest of the structure is the system's."""
 
@@ -135,7 +138,9 @@ def table() -> list[InterfaceAddress]:
         at = first
         while at and len(found) < _MAX_ADDRESSES:
             row = at.contents
-            found.append(InterfaceAddress(os.fsdecode(row.name), _text(row.address), bool(row.flags & _IFF_UP)))
+            text = _text(row.address)
+            network = _network(text, row.netmask)
+            found.append(InterfaceAddress(os.fsdecode(row.name), text, bool(row.flags & _IFF_UP), network))
             at = row.next
     finally:
         libc.freeifaddrs(first)
@@ -166,3 +171,11 @@ def _text(pointer: ctypes._Pointer[_SockAddr]) -> str:
     if address.family == socket.AF_INET6:
         return socket.inet_ntop(socket.AF_INET6, data[6:22])
     return ""
+
+
+def _network(address: str, netmask: ctypes._Pointer[_SockAddr]) -> str:
+    mask = _text(netmask) if address else ""
+    if not mask:
+        return ""
+    bits = int(ipaddress.ip_address(mask)).bit_count()
+    return str(ipaddress.ip_network(f"{address}/{bits}", strict=False))

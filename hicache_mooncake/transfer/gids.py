@@ -151,9 +151,10 @@ def _forced(where: str, port: PortInfo, index: int) -> Choice:
 
 
 def _infiniband(where: str, port: PortInfo, forced: int) -> Choice:
-    """Within a subnet the LID is the address, and every port has its GID 0."""
-    index = max(forced, 0)
-    found = next((gid for gid in port.gids if gid.index == index), None)
+    """Within a subnet the LID is the address. The GID says which subnet that is, and leads to other ones; where the table has
+    none, links are by LID alone."""
+    usable = sorted((gid for gid in port.gids if _usable(gid)), key=lambda gid: gid.index)
+    found = next((gid for gid in usable if forced < 0 or gid.index == forced), None)
     if found is None and forced >= 0:
         raise GidError(f"{where} has no GID {forced}. There are {table(port.gids)}. Leave gid_index out")
     if not port.lid:
@@ -161,7 +162,9 @@ def _infiniband(where: str, port: PortInfo, forced: int) -> Choice:
             f"{where} is InfiniBand and has no LID: no subnet manager has seen it. Start one (opensm), or check the cable"
         )
     why = f"InfiniBand, LID {port.lid}" + (f", gid_index={forced} says so" if forced >= 0 else "")
-    return Choice(index, found.gid if found else "", "InfiniBand", found.netdev if found else "", why)
+    if found is None:
+        return Choice(0, "", "InfiniBand", "", f"{why}, which is all: its GID table is empty")
+    return Choice(found.index, found.gid, "InfiniBand", found.netdev, why)
 
 
 def mismatch(mine: str, theirs: str, my_layer: str = "Ethernet", their_layer: str = "Ethernet") -> str:

@@ -1,9 +1,9 @@
 """What the two ends of a verbs link tell each other over its channel, and how it is framed, without I/O.
 
 The side that connected sends Ports and gets Ports; both then know the rails. For each rail it sends Pair with its queue pair
-(QP), the other makes its own, connects it and sends Paired, the first connects too and sends Ready: only then does the other
-post. Begun follows when this has been tried for every rail. Rails are paired again in the same way later, always by the side
-that connected.
+(QP), the other makes its own, connects it and sends Paired, the first connects too, tries it with a write of no bytes, and
+sends Ready: only then does the other post. Begun follows when this has been tried for every rail. Rails are paired again in the
+same way later, always by the side that connected, which may also name other ports then.
 
 Whoever takes a rail down destroys its QP and sends Lost; the other destroys its own and answers Gone. What was under way on the
 rail goes over another one only after that, so that no late packet of the first lands behind the second's.
@@ -43,6 +43,8 @@ class Ports(Message):
     gid: list[str]
     lid: list[int]
     mtu: list[int]
+    takes_ports: bool = False
+    """Pair may say of which ports a rail is. False in former releases: both ends number the same pairs by `rails.pairs`."""
 
 
 class Refusal(Message):
@@ -58,6 +60,9 @@ class Pair(Message):
     """Of the QP."""
     psn: int
     rd_atomic: int
+    port: int = -1
+    """Of the sender, by its place in Ports, and `to`, the receiver's: what the rail is made of from now on. -1: it is known."""
+    to: int = -1
 
 
 class Paired(Message):
@@ -158,6 +163,7 @@ def announce(ports: Sequence[Port]) -> Ports:
         [port.gid for port in ports],
         [port.lid for port in ports],
         [port.mtu for port in ports],
+        takes_ports=True,
     )
 
 
@@ -187,6 +193,12 @@ def remote_qp(message: Pair | Paired, port: Port) -> QpAddress:
     if not (0 <= message.number < 1 << 24 and 0 <= message.psn < 1 << 24 and 0 <= message.rd_atomic < 1 << 16):
         raise TransportError("peer", f"the peer announces a queue pair that is none: {message}")
     return QpAddress(message.number, message.psn, port.gid, port.lid, message.rd_atomic)
+
+
+def check_ports(message: Pair, theirs: int, ours: int) -> None:
+    """Raises TransportError, `peer`, for ports that there are not."""
+    if not (0 <= message.port < theirs and 0 <= message.to < ours):
+        raise TransportError("peer", f"the peer pairs its port {message.port} of {theirs} with port {message.to} of {ours}")
 
 
 def check_rail(message: Pair | Paired | NotPaired | Ready | Lost | Gone, rails: int) -> None:

@@ -82,6 +82,8 @@ class VerbsLink(Link):
     def __init__(self, owner: Owner, channel: socket.socket, *, connected: bool, max_in_flight: int) -> None:
         """Owns the channel. `connected`: this is the side that connected."""
         self._owner = owner
+        self._ports = list(owner.ports)
+        """As the peer is told: the owner may have more later."""
         self._channel = Channel(channel, owner.progress, self._on_channel)
         self._connected = connected
         self._lock = owner.lock
@@ -161,7 +163,7 @@ class VerbsLink(Link):
             return [
                 RailReport(
                     self.name,
-                    self._owner.ports[rail.local].port.name,
+                    self._ports[rail.local].port.name,
                     self._theirs[rail.remote].name,
                     "quarantined" if rail.quarantined and rail.state is State.DOWN else rail.state.value,
                     rail.moved,
@@ -190,7 +192,7 @@ class VerbsLink(Link):
         with self._guarded():
             self._channel.open()
             if self._connected:
-                self._say(handshake.announce([port.port for port in self._owner.ports]))
+                self._say(handshake.announce([port.port for port in self._ports]))
         with self._lock:
             while self._error is None and not self._open:
                 left = deadline - time.monotonic()
@@ -265,7 +267,7 @@ class VerbsLink(Link):
     def _heard(self, message: handshake.Control) -> None:
         match message:
             case handshake.Ports() if self._pairing is None:
-                self._meet(handshake.announced(message))
+                self._meet(handshake.announced(message), named=message.takes_ports)
             case handshake.Refusal():
                 raise TransportError("peer", f"{self.name} refuses a verbs link: {short(message.reason)}")
             case handshake.Bye():
@@ -284,25 +286,24 @@ class VerbsLink(Link):
             case _:
                 raise TransportError("peer", f"{self.name} says {type(message).__name__} where it makes no sense")
 
-    def _meet(self, theirs: list[Port]) -> None:
-        ports = self._owner.ports
-        ours = [port.port for port in ports]
+    def _meet(self, theirs: list[Port], *, named: bool) -> None:
+        self._rails = common_rails(self._ports, theirs, self.name, connected=self._connected, named=named)
         self._theirs = theirs
-        self._rails = common_rails(ours, theirs, self.name, connected=self._connected)
         self._traffic = Traffic(self._batches, self._rails, self._local, self._there, self._near)
         self._pairing = Pairing(
-            ports,
+            self._ports,
             theirs,
             self._rails,
             self._traffic,
             self._owner.progress,
             self.name,
             connected=self._connected,
+            named=named,
             say=self._say,
             completed=self._on_completions,
         )
         if not self._connected:
-            self._say(handshake.announce(ours))
+            self._say(handshake.announce([port.port for port in self._ports]))
 
     def _begun(self, pairing: Pairing) -> None:
         pairing.begin()
@@ -315,8 +316,10 @@ class VerbsLink(Link):
         if self._error is not None or pairing is None:
             return
         if self._connected:
-            pairing.ask(time.monotonic())
-            if not self._open and pairing.tried:
+            now = time.monotonic()
+            pairing.expire(now)
+            pairing.ask(now)
+            if not self._open and self._rails.tried(now):
                 self._begun(pairing)
                 self._say(handshake.Begun())
         if self._open:
@@ -329,10 +332,10 @@ class VerbsLink(Link):
     # ------------------------------------------------------------------ batches
 
     def _near(self, rail: Rail, address: int) -> float:
-        return self._owner.near(self._owner.ports[rail.local].port.device, address)
+        return self._owner.near(self._ports[rail.local].port.device, address)
 
     def _local(self, rail: Rail) -> Lookup:
-        return self._owner.local(self._owner.ports[rail.local].port.device)
+        return self._owner.local(self._ports[rail.local].port.device)
 
     def _there(self, rail: Rail) -> Lookup:
         device = self._theirs[rail.remote].device
@@ -368,6 +371,9 @@ class VerbsLink(Link):
                 queue.armed = False
             except VerbsError as error:
                 self._lose(rail, Loss.FAILED, f"completions: {error.reason}")
+            if rail.state is State.PAIRING and rail.probing:
+                assert self._pairing is not None
+                self._pairing.probed(rail)
             self._collect_some(rail)
             self._advance()
 

@@ -224,29 +224,43 @@ class VerbsQp(api.Qp):
 
     def address(self, gid_index: int) -> api.QpAddress:
         with self._using(f"ask for GID {gid_index} of port {self.port}"):
-            gid = api.gid_text(self._device.calls.gid(self._device.context, self.port, gid_index))
-            lid = self._device.calls.port(self._device.context, self.port).lid
-        return api.QpAddress(self.number, self.psn, gid, lid, max(self._device.info.max_rd_atomic, 1))
+            port = self._device.calls.port(self._device.context, self.port)
+            gid = self._gid(port, gid_index)
+        return api.QpAddress(
+            self.number, self.psn, api.gid_text(gid) if gid else "", port.lid, max(self._device.info.max_rd_atomic, 1)
+        )
+
+    def _gid(self, port: Port, index: int) -> bytes:
+        """Empty where an InfiniBand port has none, and its LID must do."""
+        calls = self._device.calls
+        try:
+            gid = calls.gid(self._device.context, self.port, index)
+        except calls.errors:
+            if port.link_layer == _ETHERNET or not port.lid:
+                raise
+            return b""
+        return b"" if gid == _EMPTY_GID and port.link_layer != _ETHERNET else gid
 
     def connect(self, remote: api.QpAddress, gid_index: int, mtu: int, options: api.QpOptions = api.DEFAULT_QP_OPTIONS) -> None:
         own_depth = max(self._device.info.max_rd_atomic, 1)
         with self._using(f"connect a queue pair to number {remote.number} at {remote.gid}, lid {remote.lid}"):
             try:
-                dgid, mtu_code = ipaddress.IPv6Address(remote.gid).packed, api.MTUS.index(mtu) + 1
+                dgid = ipaddress.IPv6Address(remote.gid).packed if remote.gid else b""
+                mtu_code = api.MTUS.index(mtu) + 1
             except ValueError as error:
                 raise api.VerbsError(f"cannot connect to {remote} with an MTU of {mtu}: {error}", errno.EINVAL) from error
-            context, calls = self._device.context, self._device.calls
+            calls = self._device.calls
+            port = calls.port(self._device.context, self.port)
+            own = self._gid(port, gid_index)
             # Within one InfiniBand subnet the lid is enough; RoCE, and other subnets, need the global header.
-            is_global = (
-                calls.port(context, self.port).link_layer == _ETHERNET
-                or not remote.lid
-                or calls.gid(context, self.port, gid_index)[:8] != dgid[:8]
-            )
+            is_global = port.link_layer == _ETHERNET or not remote.lid or bool(own and dgid and own[:8] != dgid[:8])
+            if is_global and not dgid:
+                raise api.VerbsError(f"cannot connect to {remote}: it has neither a LID nor a GID", errno.EINVAL)
             calls.connect(
                 self._handle,
                 self.psn,
                 Route(
-                    remote, dgid, is_global, self.port, gid_index, mtu_code,
+                    remote, dgid or _EMPTY_GID, is_global, self.port, gid_index, mtu_code,
                     max(min(own_depth, remote.rd_atomic), 1), own_depth, options,
                 ),
             )  # fmt: skip

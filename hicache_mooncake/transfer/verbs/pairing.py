@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer import gids
 from hicache_mooncake.transfer.transport import TransportError
-from hicache_mooncake.transfer.verbs.api import Device, QpOptions, VerbsError
+from hicache_mooncake.transfer.verbs.api import Device, QpOptions, Status, VerbsError
 from hicache_mooncake.transfer.verbs.handshake import (
     Control,
     Gone,
@@ -19,12 +19,13 @@ from hicache_mooncake.transfer.verbs.handshake import (
     Pair,
     Paired,
     Ready,
+    check_ports,
     check_rail,
     remote_qp,
     short,
 )
 from hicache_mooncake.transfer.verbs.progress import Progress
-from hicache_mooncake.transfer.verbs.rails import Loss, Port, Rail, Rails, State, pairs
+from hicache_mooncake.transfer.verbs.rails import MAX_RAILS, PROBE_S, Loss, Network, Port, Rail, Rails, State, pairs, routes
 from hicache_mooncake.transfer.verbs.send_queue import SendQueue
 from hicache_mooncake.transfer.verbs.traffic import Queue, Traffic
 
@@ -45,11 +46,18 @@ class LocalPort:
     device: Device
     port: Port
     gid_index: int
+    network: Network | None = None
+    """Of the GID's address; None where it is not known."""
 
 
-def common_rails(ours: Sequence[Port], theirs: Sequence[Port], peer: str, *, connected: bool) -> Rails:
-    """The same rails on both ends. Raises TransportError, `unavailable`, where there are none."""
-    made = pairs(ours, theirs) if connected else [(here, there) for there, here in pairs(theirs, ours)]
+def common_rails(local: Sequence[LocalPort], theirs: Sequence[Port], peer: str, *, connected: bool, named: bool) -> Rails:
+    """The rails of a link. The side that connected decides which there are, and names their ports where the peer takes that
+    (`named`); else they are the same on both ends. Raises TransportError, `unavailable`, where there can be none."""
+    ours = [at.port for at in local]
+    found = routes(ours, [at.network for at in local], theirs) if named else None
+    made = (
+        found.pairs if found else pairs(ours, theirs) if connected else [(here, there) for there, here in pairs(theirs, ours)]
+    )
     if not made:
         raise TransportError(
             "unavailable",
@@ -60,7 +68,9 @@ def common_rails(ours: Sequence[Port], theirs: Sequence[Port], peer: str, *, con
             )
             + _why_not(ours, theirs),
         )
-    return Rails(made)
+    if found is None:
+        return Rails(made)
+    return Rails(made, others=found.others) if connected else Rails([])
 
 
 def _why_not(ours: Sequence[Port], theirs: Sequence[Port]) -> str:
@@ -86,21 +96,19 @@ class Pairing:
         peer: str,
         *,
         connected: bool,
+        named: bool,
         say: Callable[[Control], None],
         completed: Callable[[Rail, Queue], None],
     ) -> None:
-        """`completed` is called in the thread of `progress` when a queue pair may have completions."""
+        """`named`: both ends take Pair's word for the ports of a rail. `completed` is called in the thread of `progress` when a
+        queue pair may have completions."""
         self._ports, self._theirs, self._rails, self._traffic = ports, theirs, rails, traffic
         self._progress, self._peer, self._connected, self._say = progress, peer, connected, say
-        self._completed = completed
+        self._completed, self._named = completed, named
         self.begun = False
         """Every rail has been tried: from now on the link needs one."""
         self.refusals: list[str] = []
         """The last failures, for messages."""
-
-    @property
-    def tried(self) -> bool:
-        return not any(rail.state is State.PAIRING for rail in self._rails.all)
 
     def begin(self) -> None:
         """Raises TransportError where no rail is up."""
@@ -118,13 +126,20 @@ class Pairing:
             except VerbsError as error:
                 self.lose(rail, Loss.FAILED, f"no queue pair: {error.reason}", gone=True)
                 continue
-            self._say(Pair(rail.index, generation, address.number, address.psn, address.rd_atomic))
+            ports = (rail.local, rail.remote) if self._named else (-1, -1)
+            self._say(Pair(rail.index, generation, address.number, address.psn, address.rd_atomic, *ports))
 
     def answer(self, message: Pair) -> None:
         """On the other side."""
+        if self._named:
+            check_ports(message, len(self._theirs), len(self._ports))
+            if message.rail == len(self._rails.all) < MAX_RAILS:
+                self._rails.add(message.to, message.port)
         rail = self._find(message)
         if rail.state is not State.DOWN or message.generation <= rail.generation:
             raise TransportError("peer", f"{self._peer} pairs rail {rail.index} again, which is {rail.state.value}")
+        if self._named:
+            rail.local, rail.remote = message.to, message.port
         self._rails.pairing(rail, time.monotonic(), message.generation)
         try:
             queue = self._make_queue(rail)
@@ -142,13 +157,14 @@ class Pairing:
             return
         match message, rail.state:
             case Paired(), State.PAIRING if self._connected:
+                queue = self._traffic.queues[rail.index]
                 try:
-                    self._connect(rail, self._traffic.queues[rail.index], message)
+                    self._connect(rail, queue, message)
+                    queue.probe()
                 except VerbsError as error:
                     self.lose(rail, Loss.FAILED, f"not connected: {error.reason}", gone=False)
                     return
-                self._rails.came_up(rail, time.monotonic())
-                self._say(Ready(rail.index, rail.generation))
+                self._rails.probe(rail, time.monotonic())
             case NotPaired(), State.PAIRING if self._connected:
                 self.lose(rail, Loss.FAILED, f"the peer has no queue pair: {short(message.reason)}", gone=True)
             case Ready(), State.PAIRING if not self._connected:
@@ -162,6 +178,26 @@ class Pairing:
                 self._say(Gone(rail.index, rail.generation))
             case Gone(), State.ENDING:
                 self._gone(rail)
+
+    def probed(self, rail: Rail) -> None:
+        """Its queue pair may have been tried."""
+        try:
+            answer = self._traffic.queues[rail.index].answer()
+        except VerbsError as error:
+            self.lose(rail, Loss.FAILED, f"completions: {error.reason}", gone=False)
+            return
+        if answer is None:
+            return
+        if answer.status:
+            blame = "peer" if answer.status == Status.RETRY_EXC_ERR else "device"
+            self.lose(rail, Loss.FAILED, f"nothing gets through: {answer.status_text}", gone=False, blame=blame)
+            return
+        self._rails.came_up(rail, time.monotonic())
+        self._say(Ready(rail.index, rail.generation))
+
+    def expire(self, now: float) -> None:
+        for rail in self._rails.unanswered(now):
+            self.lose(rail, Loss.FAILED, f"nothing gets through: no completion in {PROBE_S:g} s", gone=False)
 
     def lose(self, rail: Rail, loss: Loss, reason: str, *, gone: bool, blame: str = "device") -> None:
         """Ends this life of a rail. `gone`: the peer has no queue pair of it, or has destroyed it; else it is told to."""

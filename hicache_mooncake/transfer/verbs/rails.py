@@ -14,9 +14,11 @@ import enum
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network
+from typing import NamedTuple, TypeAlias
 
 from hicache_mooncake.backoff import STABLE_S, Backoff
-from hicache_mooncake.transfer.gids import family
+from hicache_mooncake.transfer.gids import address, family
 from hicache_mooncake.transfer.verbs.slices import MIN_SLICE
 
 MAX_RAILS = 16
@@ -26,6 +28,8 @@ STORM = 3
 STALLED_S = 0.5
 """A rail that was fenced, and had completed nothing for so long with work posted, counts as failed."""
 ANSWER_S = 5.0
+PROBE_S = 3.0
+"""A queue pair on which nothing moves in this time, to begin with, is none."""
 SAMPLE_BYTES = 1 << 20
 """A rate is taken over at least so many bytes: over fewer it says how far the peer is, not how much the rail can carry."""
 KEEP = 0.7
@@ -56,12 +60,14 @@ class Loss(enum.Enum):
 
 @dataclass(slots=True)
 class Rail:
-    """`local`, `remote`: index of the port in each end's list."""
+    """`local`, `remote`: index of the port in each end's list. `others`: ports of the peer that are tried in its place as long
+    as the rail has never been up."""
 
     index: int
     local: int
     remote: int
     pause: Backoff
+    others: tuple[int, ...] = ()
     state: State = State.DOWN
     generation: int = 0
     rate: float = 0.0
@@ -74,7 +80,11 @@ class Rail:
     deaths: int = 0
     """Failures in a row, none of them later than STABLE_S after it came up."""
     asked_at: float = 0.0
-    """PAIRING, ENDING: since when the peer is to answer."""
+    """PAIRING, ENDING: since when the peer is to answer, or its card."""
+    probing: bool = False
+    """PAIRING: both ends have a QP, and it is being tried whether bytes get through."""
+    proven: bool = False
+    """It has been up."""
     up_at: float = 0.0
     progress_at: float = 0.0
     """When something was last completed, or posted while nothing was under way."""
@@ -103,14 +113,31 @@ class Rail:
 
 
 class Rails:
-    """Of one link. Not thread-safe. `pairs` are (local port, remote port) by index."""
+    """Of one link. Not thread-safe. `pairs` are (local port, remote port) by index; `others` as in `Rail`, of each."""
 
-    def __init__(self, pairs: Sequence[tuple[int, int]], rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        rng: random.Random | None = None,
+        others: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         self._now = 0.0
-        self.all = [
-            Rail(index, here, there, Backoff(FIRST_PAUSE_S, MOST_PAUSE_S, lambda: self._now, rng))
-            for index, (here, there) in enumerate(pairs[:MAX_RAILS])
-        ]
+        self._rng = rng
+        self.all: list[Rail] = []
+        for number, (here, there) in enumerate(pairs[:MAX_RAILS]):
+            self.add(here, there, others[number] if others else ())
+
+    def add(self, here: int, there: int, others: tuple[int, ...] = ()) -> None:
+        assert len(self.all) < MAX_RAILS
+        pause = Backoff(FIRST_PAUSE_S, MOST_PAUSE_S, lambda: self._now, self._rng)
+        self.all.append(Rail(len(self.all), here, there, pause, others))
+
+    def tried(self, now: float) -> bool:
+        """Each has been, and one is up or no other port is about to be tried: a rail may come up with another one later."""
+        self._now = now
+        if any(rail.state is State.PAIRING and not rail.failures for rail in self.all):
+            return False
+        return bool(self.up) or not any(rail.state is State.PAIRING or rail.pause.due() for rail in self.all)
 
     @property
     def up(self) -> list[Rail]:
@@ -142,12 +169,20 @@ class Rails:
         assert rail.state is State.DOWN
         assert not generation or generation > rail.generation
         rail.state, rail.generation = State.PAIRING, generation or rail.generation + 1
-        rail.asked_at = now
+        rail.asked_at, rail.probing = now, False
         return rail.generation
+
+    def probe(self, rail: Rail, now: float) -> None:
+        assert rail.state is State.PAIRING
+        rail.asked_at, rail.probing = now, True
+
+    def unanswered(self, now: float) -> list[Rail]:
+        """Those on which nothing has got through for too long."""
+        return [rail for rail in self.all if rail.state is State.PAIRING and rail.probing and now - rail.asked_at > PROBE_S]
 
     def came_up(self, rail: Rail, now: float) -> None:
         assert rail.state is State.PAIRING
-        rail.state, rail.up_at, rail.progress_at = State.UP, now, now
+        rail.state, rail.up_at, rail.progress_at, rail.proven = State.UP, now, now, True
         rail.forget_sample()
 
     def lost(self, rail: Rail, loss: Loss, now: float, *, gone: bool) -> Loss:
@@ -164,11 +199,22 @@ class Rails:
                     rail.deaths = 0
                     rail.pause.succeeded()
                 rail.deaths += 1
-            rail.pause.failed(MOST_PAUSE_S if rail.quarantined else 0.0)
+            if not self._turn_to_another(rail):
+                rail.pause.failed(MOST_PAUSE_S if rail.quarantined else 0.0)
         rail.state = State.DOWN if gone else State.ENDING
         rail.asked_at = now
         rail.in_flight = 0
         return loss
+
+    def _turn_to_another(self, rail: Rail) -> bool:
+        """Another port of the peer is next, where this one never worked. True: at once, since it has not been tried yet."""
+        taken = {each.remote for each in self.all if each is not rail and each.local == rail.local}
+        free = [port for port in rail.others if port not in taken]
+        if rail.proven or not free:
+            return False
+        rail.others = (*(port for port in rail.others if port != free[0]), rail.remote)
+        rail.remote = free[0]
+        return rail.failures <= len(rail.others)
 
     def gone(self, rail: Rail) -> None:
         """The peer's QP has been destroyed, too: what was not completed may be moved over other rails."""
@@ -243,11 +289,53 @@ def fabric(port: Port) -> str:
 def pairs(ours: Sequence[Port], theirs: Sequence[Port]) -> list[tuple[int, int]]:
     """Which ports make a rail, by index: within each fabric as many as the larger side has, so that every port is used and
     none more often than it must be. The n-th port here with the n-th there: in a cluster whose hosts are cabled alike these
-    share a switch."""
+    share a switch. With peers of former releases, which come to the same by themselves."""
     made: list[tuple[int, int]] = []
     for name in dict.fromkeys(map(fabric, ours)):
         here = [index for index, port in enumerate(ours) if fabric(port) == name]
         there = [index for index, port in enumerate(theirs) if fabric(port) == name]
-        if there:
-            made += [(here[i % len(here)], there[i % len(there)]) for i in range(max(len(here), len(there)))]
+        made += _in_order(here, there)
     return made[:MAX_RAILS]
+
+
+def _in_order(here: Sequence[int], there: Sequence[int]) -> list[tuple[int, int]]:
+    return [(here[i % len(here)], there[i % len(there)]) for i in range(max(len(here), len(there)))] if here and there else []
+
+
+Network: TypeAlias = IPv4Network | IPv6Network
+
+
+class Routes(NamedTuple):
+    """`others`: for each pair, which ports there may take the place of the one in it."""
+
+    pairs: list[tuple[int, int]]
+    others: list[tuple[int, ...]]
+
+
+def routes(ours: Sequence[Port], networks: Sequence[Network | None], theirs: Sequence[Port]) -> Routes:
+    """As `pairs`, but ports that are on one IP network first: that it has to be so is not said, and that it works mostly is.
+    `networks`: of our ports, as far as they are known."""
+    meeting = [[there for there, port in enumerate(theirs) if _may_meet(mine, port)] for mine in ours]
+    near = [
+        [there for there in meets if network is not None and address(theirs[there].gid) in network]
+        for meets, network in zip(meeting, networks, strict=True)
+    ]
+    taken = {there for meets in near for there in meets}
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for here, mine in enumerate(ours):
+        rest = [there for there in meeting[here] if there not in taken]
+        groups.setdefault((fabric(mine), tuple(near[here] or rest or meeting[here])), []).append(here)
+    made = [pair for (_, there), here in groups.items() for pair in _in_order(here, there)][:MAX_RAILS]
+    return Routes(made, [_others(there, meeting[here], near[here]) for here, there in made])
+
+
+def _may_meet(mine: Port, other: Port) -> bool:
+    """An InfiniBand port without a GID may be in any subnet."""
+    unknown = mine.link_layer == other.link_layer == "InfiniBand" and not (mine.gid and other.gid)
+    return unknown or fabric(mine) == fabric(other)
+
+
+def _others(port: int, meeting: Sequence[int], near: Sequence[int]) -> tuple[int, ...]:
+    """In order from this one on, those of its network first."""
+    others = sorted((each for each in meeting if each != port), key=lambda each: (each not in near, each < port, each))
+    return tuple(others)

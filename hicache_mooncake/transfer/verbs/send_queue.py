@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from hicache_mooncake.transfer.transport import Op
-from hicache_mooncake.transfer.verbs.api import Completion, Device, Qp, Status, VerbsError, Work
+from hicache_mooncake.transfer.verbs.api import Completion, Device, Qp, Sge, Status, VerbsError, Work
 from hicache_mooncake.transfer.verbs.slices import Limits, Request
 
 MAX_WORKS = 256
 SIGNAL_EVERY, SIGNAL_BYTES = 16, 1 << 20
 """A completion costs an event and a turn of the thread: one is asked for after so many works or bytes, and at the end."""
 _POLL = 64
+_PROBE = Work("write", (Sge(0, 0, 0),), 0, 0, 1 << 62)
+"""A write of no bytes needs no memory on either side: it is only acknowledged, or not."""
 
 
 T = TypeVar("T")
@@ -101,6 +103,19 @@ class SendQueue(Generic[T]):
         if not self.armed:
             self.arm()
         self.qp.post(works)
+
+    def probe(self) -> None:
+        """Try whether the peer's end is reached; before anything else is posted. Raises VerbsError."""
+        self.arm()
+        self.qp.post([_PROBE])
+
+    def answer(self) -> Completion | None:
+        """What became of `probe`; None as long as that is not known. Raises VerbsError."""
+        found = self.cq.poll(1)
+        if not found:
+            self.arm()
+            found = self.cq.poll(1)
+        return found[0] if found else None
 
     def arm(self) -> None:
         """The completion queue's descriptor becomes readable at the next completion."""

@@ -6,14 +6,15 @@ One thread carries all links on; it starts with the first. All links share a loc
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import logging
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from hicache_mooncake.transfer import gids, topology
+from hicache_mooncake.transfer import addresses, gids, topology
 from hicache_mooncake.transfer.transport import Extents, Link, Transport, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs.api import Binding, BindingUnavailable, Device, DeviceInfo, VerbsError
 from hicache_mooncake.transfer.verbs.bindings import load_binding
@@ -23,7 +24,7 @@ from hicache_mooncake.transfer.verbs.link import VerbsLink
 from hicache_mooncake.transfer.verbs.nearness import Nearness
 from hicache_mooncake.transfer.verbs.pairing import LocalPort
 from hicache_mooncake.transfer.verbs.progress import Progress
-from hicache_mooncake.transfer.verbs.rails import Port
+from hicache_mooncake.transfer.verbs.rails import Network, Port
 from hicache_mooncake.transfer.verbs.registration import Part, Registration, register
 from hicache_mooncake.transfer.verbs.slices import Lookup
 
@@ -40,9 +41,13 @@ class VerbsTransport(Transport):
     scheme: ClassVar[str] = "verbs"
 
     def __init__(
-        self, options: TransportOptions, binding: Binding | None = None, host: topology.Topology | None = None
+        self,
+        options: TransportOptions,
+        binding: Binding | None = None,
+        host: topology.Topology | None = None,
+        networks: Mapping[str, str] | None = None,
     ) -> None:
-        """`binding`: not the one that the options name. `host`: another one than this."""
+        """`binding`: not the one that the options name. `host`: another one than this; `networks`: its own, by address."""
         self._options = options
         self._binding = binding or _load(options.verbs_binding)
         self.lock = FairLock()
@@ -53,6 +58,7 @@ class VerbsTransport(Transport):
         self._past: dict[str, tuple[int, int]] = {}
         """Bytes and failures of links that are over, by port."""
         self._closed = False
+        self._networks = _networks() if networks is None else networks
         self._ports = self._open_ports()
         self._nearness = Nearness([at.port.device for at in self._ports], host or topology.read())
         self.progress = Progress(f"verbs {next(_numbers)}", self._turn)
@@ -169,6 +175,8 @@ class VerbsTransport(Transport):
             self._past[rail.here] = moved + rail.bytes, failures + rail.failures
 
     def _begin(self, channels: Sequence[socket.socket], deadline: float, *, connected: bool) -> Link:
+        if not channels:
+            raise TransportError("peer", "the peer offers no channel: a verbs link needs one")
         for spare in channels[1:]:
             spare.close()
         link = VerbsLink(self, channels[0], connected=connected, max_in_flight=self._options.max_in_flight)
@@ -256,8 +264,23 @@ class VerbsTransport(Transport):
             if choice.warning:
                 log.warning("%s port %d: GID %d: %s", info.name, port.number, choice.index, choice.warning)
             known = Port(info.name, port.number, port.link_layer, choice.gid, port.lid, port.active_mtu)
-            usable.append(LocalPort(self._devices[info.name], known, choice.index))
+            usable.append(LocalPort(self._devices[info.name], known, choice.index, self._network(choice)))
         return usable
+
+    def _network(self, choice: gids.Choice) -> Network | None:
+        if choice.family not in ("IPv4", "IPv6"):
+            return None
+        found = self._networks.get(str(gids.address(choice.gid)))
+        return ipaddress.ip_network(found) if found else None
+
+
+def _networks() -> dict[str, str]:
+    """The network of each address of this host."""
+    try:
+        return {row.address: row.network for row in addresses.table() if row.network}
+    except addresses.AddressError as error:
+        log.info("which RDMA ports are on one network is not known: %s", error)
+        return {}
 
 
 def _state(at: LocalPort) -> str:
