@@ -18,7 +18,7 @@ from typing import Literal
 
 import pytest
 
-from hicache_mooncake.transfer import channel_link, channel_transport
+from hicache_mooncake.transfer import channel_link, channel_transport, shm
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.shm import ShmTransport, _greet
 from hicache_mooncake.transfer.shm_copy import ProcessPlace
@@ -296,6 +296,43 @@ def test_a_peer_that_speaks_something_else_is_told_apart() -> None:
     assert caught.value.reason == "peer"
 
 
+GREETS_AND_ENDS = """
+import os, socket, struct, sys
+said = [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, struct.pack("@iII", os.getpid(), os.getuid(), os.getgid()))]
+socket.socket(fileno=int(sys.argv[1])).sendmsg([b"hicache-mooncake shm 1\\n"], said)
+"""
+
+
+@pytest.mark.parametrize("kernel", ["gives descriptors of processes", "does not"])
+def test_another_process_under_the_number_of_a_peer_that_has_ended_is_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """Its memory would have been read, and written."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    held = theirs.dup()  # somebody has inherited its end of the channel
+    with ours, held:
+        with theirs:
+            subprocess.run(
+                [sys.executable, "-c", GREETS_AND_ENDS, str(theirs.fileno())], pass_fds=[theirs.fileno()], check=True
+            )
+        another = os.getpid()
+        opened = os.pidfd_open
+
+        def reused(pid: int) -> int:
+            if kernel == "does not":  # then the end of the channel has to tell
+                held.close()
+            return opened(another)
+
+        monkeypatch.setattr(os, "pidfd_open", reused)
+        if kernel == "does not":
+            monkeypatch.setattr(shm, "_SO_PASSPIDFD", 9999)
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(TransportError, match="is gone") as caught:
+            ShmTransport(TransportOptions()).connect([ours], soon())
+        assert caught.value.reason == "peer"
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
 # --------------------------------------------------------------------------- a peer that says anything
 
 
@@ -305,7 +342,7 @@ class RawPeer:
     def __init__(self) -> None:
         self.transport = ShmTransport(TransportOptions())
         ours, self.sock = socket.socketpair(socket.AF_UNIX)
-        greeting = threading.Thread(target=_greet, args=(self.sock, soon()))
+        greeting = threading.Thread(target=lambda: os.close(_greet(self.sock, soon())[1]))
         greeting.start()
         self.link = self.transport.connect([ours], soon())
         greeting.join()

@@ -11,7 +11,9 @@ A peer that is stopped (SIGSTOP, a frozen cgroup) answers nothing, and might be 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import stat
 import struct
@@ -29,6 +31,9 @@ from hicache_mooncake.transfer.transport import Pending, TransportError, Transpo
 
 _HELLO = b"hicache-mooncake shm 1\n"
 _UCRED = struct.Struct("@iII")
+_INT = struct.Struct("@i")
+_SO_PASSPIDFD, _SCM_PIDFD = 76, 4
+"""Linux 6.5, and not in Python's socket module."""
 _MAPPED, _PROCESS = b"map1", b"pid1"
 _INLINE_BYTES = 1 << 20
 """A batch of up to this size is copied by whoever submits it: to wake another thread costs as much."""
@@ -54,7 +59,7 @@ class ShmTransport(ChannelTransport):
     def meet(self, channel: socket.socket, deadline: float) -> ChannelLink:
         if channel.family != socket.AF_UNIX:
             raise TransportError("unavailable", "shared memory needs a UNIX socket as its channel")
-        return ShmLink(self, channel, _greet(channel, deadline), self._copier)
+        return ShmLink(self, channel, *_greet(channel, deadline), self._copier)
 
     def close(self) -> None:
         try:
@@ -66,16 +71,11 @@ class ShmTransport(ChannelTransport):
 class ShmLink(ChannelLink):
     turn_bytes: ClassVar[int] = 4 << 20
 
-    def __init__(self, transport: ShmTransport, channel: socket.socket, pid: int, copier: Copier) -> None:
-        """`pid`: of the peer as this process sees it; 0 if it cannot."""
+    def __init__(self, transport: ShmTransport, channel: socket.socket, pid: int, pidfd: int, copier: Copier) -> None:
+        """As from `_greet`. The descriptor is the link's."""
         super().__init__(transport, channel, f"process {pid}" if pid else "a process of another pid namespace")
-        self._pid, self._pidfd = pid, -1
+        self._pid, self._pidfd = pid, pidfd
         self._copier = copier
-        if pid:
-            try:
-                self._pidfd = os.pidfd_open(pid)
-            except OSError as error:
-                raise TransportError("peer", f"{self.who} at the other end is gone: {error.strerror}") from error
 
     def place(self, kind: bytes, number: int, address: int, length: int) -> Place:
         if kind == _MAPPED:
@@ -145,26 +145,66 @@ def _check_descriptor(fd: int, length: int, fd_offset: int) -> None:
         )
 
 
-def _greet(channel: socket.socket, deadline: float) -> int:
-    """The peer's pid, by what the kernel says of who sent its greeting; 0 where it is in a pid namespace that is not seen here.
+def _greet(channel: socket.socket, deadline: float) -> tuple[int, int]:
+    """The peer's pid, and a descriptor of its process, by what the kernel says of who sent its greeting; 0 and -1 where it is
+    in a pid namespace that is not seen here.
 
-    SO_PEERCRED would name who called listen(), which need not be the process that answers."""
+    SO_PEERCRED would name who called listen(), which need not be the process that answers. The number alone may be another
+    process's by the time that it is looked at: the descriptor is the one that the kernel gives with the greeting."""
+    pidfds: list[int] = []
+    try:
+        pid = _hello(channel, deadline, pidfds)
+        if not pid:
+            return 0, -1
+        pidfd = pidfds.pop() if pidfds else _pidfd_of(pid, channel)
+        if pidfd < 0 or process_ended(pidfd):
+            pidfds.append(pidfd)
+            raise TransportError("peer", f"process {pid} at the other end is gone")
+        return pid, pidfd
+    finally:
+        for fd in pidfds:
+            if fd >= 0:
+                os.close(fd)
+
+
+def _pidfd_of(pid: int, channel: socket.socket) -> int:
+    """For kernels before 6.5. -1 if the process has ended: then its end of the channel has, and the number may be another's."""
+    with contextlib.suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(channel, 0)
+        if not poll.poll(0):  # no POLLHUP
+            return pidfd
+        os.close(pidfd)
+    return -1
+
+
+def _hello(channel: socket.socket, deadline: float, pidfds: list[int]) -> int:
+    """Greet, and be greeted: the peer's pid. `pidfds` gets what the kernel gives of its process, the last one last; negative
+    where it has ended."""
     try:
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        with contextlib.suppress(OSError):
+            channel.setsockopt(socket.SOL_SOCKET, _SO_PASSPIDFD, 1)
         channel.settimeout(max(deadline - time.monotonic(), 0.001))
         mine = _UCRED.pack(os.getpid(), os.getuid(), os.getgid())
         channel.sendmsg([_HELLO], [(socket.SOL_SOCKET, socket.SCM_CREDENTIALS, mine)])
         said, pid = b"", 0
         while len(said) < len(_HELLO):
             channel.settimeout(max(deadline - time.monotonic(), 0.001))
-            data, told, _, _ = channel.recvmsg(len(_HELLO) - len(said), socket.CMSG_SPACE(_UCRED.size))
-            if not data:
-                raise TransportError("peer", "the peer closed the channel instead of greeting")
-            said += data
+            room = socket.CMSG_SPACE(_UCRED.size) + socket.CMSG_SPACE(_INT.size)
+            data, told, _, _ = channel.recvmsg(len(_HELLO) - len(said), room)
             for level, kind, body in told:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                     pid = _UCRED.unpack(body)[0]
+                elif (level, kind) == (socket.SOL_SOCKET, _SCM_PIDFD):
+                    pidfds.append(_INT.unpack(body)[0])
+            if not data:
+                raise TransportError("peer", "the peer closed the channel instead of greeting")
+            said += data
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+        with contextlib.suppress(OSError):
+            channel.setsockopt(socket.SOL_SOCKET, _SO_PASSPIDFD, 0)
     except TimeoutError as error:
         raise TransportError("deadline", "the peer did not greet before the deadline") from error
     except OSError as error:
