@@ -10,7 +10,9 @@ Three wires use these structs, all msgpack:
 The node <-> node data wire (`hicache_mooncake.transfer.tcp`) has `Fetch`, `Push` and their answers as its headers.
 
 Version 1 had no shards, tiers, draining, failure reports, room table, second holders or Push. Whoever speaks 2 with a peer that
-negotiated 1 leaves the messages out that came with 2; new fields at the end of a message are ignored by the older side.
+negotiated 1 leaves the messages out that came with 2; new fields at the end of a message are ignored by the older side. So a
+master of version 1 would take a cold tier's pages for pages in DRAM: a node sends it empty updates in their place, which keep
+the numbers, and leaves them out of snapshots.
 
 Hashes travel as one `bytes` of 32-byte page hashes, columns of integers as lists: nothing here is a Python object per page
 except the integers of a column.
@@ -546,7 +548,8 @@ class BeatReply(Message):
 
 
 class Update(Message):
-    """One-way. Numbered per incarnation and shard: seq n follows n-1. Pairs of (namespace, blob of 32-byte hashes)."""
+    """One-way. Numbered per incarnation and shard, whatever the tier: seq n follows n-1. Pairs of (namespace, blob of 32-byte
+    hashes)."""
 
     node: str
     incarnation: bytes
@@ -557,7 +560,8 @@ class Update(Message):
 
 
 class Snapshot(Message):
-    """One-way. All that the node holds of the master's shard as of update `seq`, in parts; part 0 empties what it knew."""
+    """One-way. All that the node holds of the master's shard as of update `seq`, in parts, each of one tier; part 0 empties
+    what it knew, of all tiers."""
 
     node: str
     incarnation: bytes

@@ -106,13 +106,36 @@ class Source:
             raise Busy
 
 
+class Cold:
+    """The same of a cold tier."""
+
+    def __init__(self) -> None:
+        self.source = Source()
+
+    @property
+    def changes_lost(self) -> bool:
+        return self.source.changes_lost()
+
+    def drain_changes(self, limit: int) -> tuple[Keys, Keys]:
+        return self.source.drain_changes(limit)
+
+    def snapshot_parts(self) -> Iterator[Keys]:
+        return self.source.snapshot()
+
+
 class Node:
-    def __init__(self, net: Net, name: str, masters: tuple[str, ...]) -> None:
+    def __init__(self, net: Net, name: str, masters: tuple[str, ...], cold: Cold | None = None) -> None:
         self.name = name
         self.facts = JoinFacts(name, net.new_incarnation(), "10.0.0.1", 7000 + len(net.nodes), 1 << 30)
         self.source = Source()
         self.core = LinkCore(
-            masters, lambda: self.facts, self.source, random.Random(name), logging.getLogger("link"), self.source.on_clear
+            masters,
+            lambda: self.facts,
+            self.source,
+            random.Random(name),
+            logging.getLogger("link"),
+            self.source.on_clear,
+            cold=cold,
         )
         self.connections: dict[str, int] = {}
 
@@ -143,8 +166,8 @@ class Net:
         self.masters[address] = core
         return core
 
-    def node(self, name: str, *masters: str) -> Node:
-        self.nodes[name] = node = Node(self, name, masters)
+    def node(self, name: str, *masters: str, cold: Cold | None = None) -> Node:
+        self.nodes[name] = node = Node(self, name, masters, cold)
         return node
 
     def run(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:

@@ -19,11 +19,15 @@ from pathlib import Path
 import pytest
 import zmq
 from hicache_master.server import MasterError, MasterServer, run_master
+from xxhash import xxh3_64_intdigest
 
+from hicache_mooncake.cold.index import Key
+from hicache_mooncake.cold.tier import Body, ColdTier
+from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.node import master_link
 from hicache_mooncake.node.master_link import JoinFacts, Keys, MasterLink, Usage
 from hicache_mooncake.node.master_lookup import Breaker
-from hicache_mooncake.protocol import ClusterReport, Question
+from hicache_mooncake.protocol import COLD, DRAM, ClusterReport, Question
 
 NS = b"n" * 16
 ROOT = Path(__file__).parents[1]
@@ -511,3 +515,83 @@ def test_a_breaker_opens_longer_each_time_and_lets_one_probe_through() -> None:
     breaker.succeeded()
     assert breaker.allows(55.2, 1.0)
     assert breaker.allows(55.2, 1.0)
+
+
+class SlowCold:
+    """A cold tier whose index takes its time to read; what the link asked for meanwhile is counted."""
+
+    def __init__(self, source: Source, parts: int) -> None:
+        self.changes_lost = False
+        self.beats_meanwhile = 0
+        self.whole = False
+        self._source, self._parts = source, parts
+
+    def drain_changes(self, limit: int) -> tuple[Keys, Keys]:
+        return [], []
+
+    def snapshot_parts(self) -> Iterator[Keys]:
+        before = self._source.figures
+        for _ in range(self._parts):
+            time.sleep(0.06)
+            yield [(NS, os.urandom(4096 * 32))]
+        self.beats_meanwhile += self._source.figures - before
+        self.whole = True
+
+
+class Counting(Source):
+    figures = 0
+
+    def usage(self) -> Usage:
+        self.figures += 1
+        return super().usage()
+
+
+def test_the_heart_beats_while_a_large_cold_tier_is_told_of(masters) -> None:
+    master = masters()
+    source = Counting()
+    cold = SlowCold(source, 30)
+    facts = JoinFacts("a", b"i", "127.0.0.1", 7000, 1)
+    link = MasterLink((master.address,), lambda: facts, source, source.clear, log=log, cold=cold)
+    link.start()
+    try:
+        eventually(lambda: cold.whole)
+        assert cold.beats_meanwhile >= 3
+    finally:
+        link.close()
+
+
+def test_pages_of_a_real_cold_tier_are_found_and_named_as_such(masters, links, tmp_path) -> None:
+    master = masters()
+    b, _ = links("b", master.address)
+    source = Source()
+    cold = ColdTier(tmp_path, 64 << 20, floor_bytes=0, direct=False)
+    facts = JoinFacts("a", b"i", "127.0.0.1", 7100, 1)
+    link = MasterLink((master.address,), lambda: facts, source, source.clear, log=log, cold=cold)
+
+    def write(*numbers: int) -> None:
+        body = memoryview(bytes(4096))
+        bodies = [Body(Key(NS, hashes(n)), body, 4096, xxh3_64_intdigest(body, checksum_seed(NS, hashes(n)))) for n in numbers]
+        assert all(cold.write(bodies))
+        link.notify()
+
+    def tiers() -> list[int]:
+        reply = b.lookup([Question(NS, hashes(1, 2, 3), prefix=False)], 5.0)
+        assert reply is not None
+        answer = reply[0]
+        return [(answer.tiers or bytes(len(answer.peers)))[code - 1] if code else -1 for code in answer.holder]
+
+    try:
+        write(1)
+        link.start()
+        eventually(lambda: tiers() == [COLD, -1, -1])
+        write(2)
+        source.add(3)
+        eventually(lambda: tiers() == [COLD, COLD, DRAM])
+        cold.clear(NS)
+        while cold.sweep():
+            pass
+        link.notify()
+        eventually(lambda: tiers() == [-1, -1, DRAM])
+    finally:
+        link.close()
+        cold.close()

@@ -24,9 +24,8 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -41,13 +40,27 @@ from hicache_mooncake.node.link_session import (
     Session,
     Usage,
 )
-from hicache_mooncake.protocol import HASH_BYTES, PROTOCOL_MAX, PROTOCOL_MIN, Leave, Message, Report, Room, Update
+from hicache_mooncake.node.link_sources import Changes, ChangeSource, ColdSource, Keys, Part, begin, cut, tiers_of
+from hicache_mooncake.protocol import DRAM, HASH_BYTES, PROTOCOL_MAX, PROTOCOL_MIN, Leave, Message, Report, Room, Update
 
-__all__ = ["Busy", "ChangeSource", "Close", "Connect", "JoinFacts", "Keys", "LinkCore", "LinkView", "MasterView", "Usage"]
+__all__ = [
+    "Busy",
+    "ChangeSource",
+    "Close",
+    "ColdSource",
+    "Connect",
+    "JoinFacts",
+    "Keys",
+    "LinkCore",
+    "LinkView",
+    "MasterView",
+    "Usage",
+]
 
 DRAIN_KEYS = 4_096
-"""Changes an update; also keys a snapshot part. About 5 ms of a master's time: its other work never waits longer for one."""
+"""Changes an update. About 5 ms of a master's time: its other work never waits longer for one."""
 DRAINS_PER_PASS = 16
+"""Of each tier."""
 UNASKED_DRAIN_S = 0.1
 RETRY_S = 0.02
 GATHER_S = (0.005, 1.0)
@@ -62,29 +75,7 @@ USAGE_FRESH_S = 0.2
 VOTE_S = 60.0
 """A master that is out of reach has a say in the number of shards for so long."""
 
-Keys = list[tuple[bytes, bytes]]
-"""Pairs of (namespace, blob of 32-byte hashes)."""
 Action = Connect | Close
-
-
-class ChangeSource(Protocol):
-    """What the link reads from the node. All of it is called on the link's thread, and should return within milliseconds:
-    heartbeats wait for it. Each may raise Busy instead of waiting for a lock; then it is asked again soon."""
-
-    def drain_changes(self, limit: int) -> tuple[Keys, Keys]:
-        """Up to `limit` keys (added, removed) since the last call, oldest first; a key is at most in one of the two, its last
-        state. Both empty when there are none."""
-
-    def snapshot(self) -> Iterator[Keys]:
-        """Everything held, in parts. What changes from this call on must still come out of `drain_changes`; whether a part
-        already shows it makes no difference. With several masters, what was not drained yet before this call must come out as
-        well, since the snapshot goes to one of them."""
-
-    def changes_lost(self) -> bool:
-        """Were changes dropped since the last snapshot, because nobody drained them in time? Then every master gets one."""
-
-    def usage(self) -> Usage:
-        """Figures for the heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +108,7 @@ class LinkView:
 class LinkCore:
     """Keeps every master's part of the directory up to date. Time and randomness come in as arguments.
 
+    `source` is the node with its DRAM, `cold` its cold tier if it has one: the masters hear of both in one stream of updates.
     `facts` is called for every Join and Beat. `on_clear` is called from `step` with a namespace that another node cleared, and
     may raise Busy. Not thread-safe, but `notify` may be called from any thread."""
 
@@ -129,6 +121,7 @@ class LinkCore:
         log: logging.Logger,
         on_clear: Callable[[bytes], None] = lambda namespace: None,
         *,
+        cold: ColdSource | None = None,
         versions: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
         silent_s: float = SILENT_S,
     ) -> None:
@@ -157,6 +150,7 @@ class LinkCore:
         )
         self.room_table: tuple[float, list[Room]] = (float("-inf"), [])
         """Nodes with room, as a master said last, and until when that counts."""
+        self._tiers: dict[int, Changes] = tiers_of(source, cold)
         self._on_clear = on_clear
         self._sessions: dict[str, Session] = {}
         self._actions: list[Action] = []
@@ -348,19 +342,16 @@ class LinkCore:
         """A session's master said which shard of how many it has."""
         self._vote(now)
 
-    def snapshot(self, shard: int) -> Iterator[tuple[Keys, bool]]:
-        """All that the node holds of a shard, in parts of at most DRAIN_KEYS, each with whether it is the last; at least one.
-        Raises Busy."""
-        if self.source.changes_lost():
-            self._lost_changes()  # this one makes the source forget it, and the other masters miss them as well
-        parts = (self._of_shard(keys, shard) for keys in self.source.snapshot())
-        with_last = _with_last(_rechunk(parts))
-        first = next(with_last)
-        # Numbered after it was taken: nothing was drained in between, so what is drained from now on has higher numbers. It has
+    def snapshot(self, shard: int, tiers: Container[int]) -> Iterator[Part]:
+        """All that the node holds of a shard in these tiers, in parts. Raises Busy."""
+        if any(source.changes_lost() for source in self._tiers.values()):
+            self._lost_changes()  # this one makes the sources forget it, and the other masters miss them as well
+        begun = [(tier, begin(source)) for tier, source in self._tiers.items()]
+        # Numbered after it was begun: nothing was drained in between, so what is drained from now on has higher numbers. It has
         # a number of its own so that parts of one that broke off never pass for parts of the next.
-        self._number(shard, [], [])
+        self._number(shard, [], [], DRAM)
         self.count("snapshots")
-        return _prepend(first, with_last)
+        return cut([(tier, parts) for tier, parts in begun if tier in tiers], lambda keys: self._of_shard(keys, shard))
 
     def failed(self, what: str) -> None:
         """A bug in the source must not end the link: without it every page here is a miss elsewhere."""
@@ -418,23 +409,28 @@ class LinkCore:
         self._notified = False  # before the changes are read: what comes after rings again
         self._more = False
         self._drained_at = now
-        try:
-            if self.source.changes_lost():
-                self._lost_changes()
-            for _ in range(DRAINS_PER_PASS):
-                added, removed = self.source.drain_changes(DRAIN_KEYS)
-                if not added and not removed:
-                    return
-                self._publish(added, removed)
-            self._more = True
-        except Busy:
-            self._more = True
-            self._retry_at = now + RETRY_S
-        except Exception:
-            self._gap()  # whatever was taken and is lost: every master sees the gap and asks for a snapshot
-            self._more = True
-            self._retry_at = now + 0.1
-            self.failed("reading the changes")
+        # The coldest first: a page is in the colder tier before it leaves the other, and the masters never miss it so.
+        for tier, source in reversed(self._tiers.items()):
+            try:
+                self._drain_tier(tier, source)
+            except Busy:
+                self._more = True
+                self._retry_at = now + RETRY_S
+            except Exception:
+                self._gap()  # whatever was taken and is lost: every master sees the gap and asks for a snapshot
+                self._more = True
+                self._retry_at = now + 0.1
+                self.failed("reading the changes")
+
+    def _drain_tier(self, tier: int, source: Changes) -> None:
+        if source.changes_lost():
+            self._lost_changes()
+        for _ in range(DRAINS_PER_PASS):
+            added, removed = source.drain_changes(DRAIN_KEYS)
+            if not added and not removed:
+                return
+            self._publish(added, removed, tier)
+        self._more = True
 
     def _lost_changes(self) -> None:
         self._gap()
@@ -444,23 +440,25 @@ class LinkCore:
     def _gap(self) -> None:
         self._seqs = [seq + 1 for seq in self._seqs]
 
-    def _publish(self, added: Keys, removed: Keys) -> None:
+    def _publish(self, added: Keys, removed: Keys, tier: int) -> None:
         if self.shards == 1:
-            self._number(0, added, removed)
+            self._number(0, added, removed, tier)
         elif self.shards:
             for shard, (more, less) in enumerate(zip(self._split(added), self._split(removed), strict=True)):
                 if more or less:
-                    self._number(shard, more, less)
+                    self._number(shard, more, less, tier)
 
-    def _number(self, shard: int, added: Keys, removed: Keys) -> None:
-        """Send the next update of a shard to every master of it that listens."""
+    def _number(self, shard: int, added: Keys, removed: Keys, tier: int) -> None:
+        """Send the next update of a shard to every master of it that listens: an empty one to those that do not know this
+        tier, since all have the same numbers."""
         self._seqs[shard] += 1
         self.count("updates")
         facts = self.facts()
-        update = Update(facts.node, facts.incarnation, self._seqs[shard], added, removed)
+        update = Update(facts.node, facts.incarnation, self._seqs[shard], added, removed, tier)
+        empty = Update(facts.node, facts.incarnation, self._seqs[shard], [], [])
         for session in self._sessions.values():
             if session.shard == shard:
-                session.push(update)
+                session.push(update if tier in session.tiers else empty)
 
     # ------------------------------------------------------------------ clears and reports
 
@@ -508,34 +506,3 @@ def _rows_and_shards(
 ) -> tuple[np.ndarray[tuple[int, int], np.dtype[np.uint8]], np.ndarray[tuple[int], np.dtype[np.uint32]]]:
     rows = np.frombuffer(hashes, np.uint8).reshape(-1, HASH_BYTES)
     return rows, np.ascontiguousarray(rows[:, 20:24]).view("<u4")[:, 0] % np.uint32(shards)
-
-
-def _rechunk(parts: Iterable[Keys]) -> Iterator[Keys]:
-    step = DRAIN_KEYS * HASH_BYTES
-    batch: Keys = []
-    size = 0
-    for part in parts:
-        for namespace, hashes in part:
-            for at in range(0, len(hashes), step):
-                blob = hashes[at : at + step]
-                if size + len(blob) > step:
-                    yield batch
-                    batch, size = [], 0
-                batch.append((namespace, blob))
-                size += len(blob)
-    if batch:
-        yield batch
-
-
-def _with_last(parts: Iterator[Keys]) -> Iterator[tuple[Keys, bool]]:
-    """Each part, and whether it is the last; one empty part when there are none."""
-    before: Keys = next(parts, [])
-    for part in parts:
-        yield before, False
-        before = part
-    yield before, True
-
-
-def _prepend(first: tuple[Keys, bool], rest: Iterator[tuple[Keys, bool]]) -> Iterator[tuple[Keys, bool]]:
-    yield first
-    yield from rest

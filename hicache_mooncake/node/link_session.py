@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicache_mooncake.protocol import (
+    COLD,
+    DRAM,
     Beat,
     BeatReply,
     ClearNamespace,
@@ -22,7 +24,8 @@ from hicache_mooncake.protocol import (
 )
 
 if TYPE_CHECKING:
-    from hicache_mooncake.node.link_core import Keys, LinkCore
+    from hicache_mooncake.node.link_core import LinkCore
+    from hicache_mooncake.node.link_sources import Part
 
 MAX_OUTBOX_MESSAGES = 4_096
 """Messages that wait for a master that reads slowly. Beyond it they are dropped, and the master asks for a snapshot."""
@@ -118,7 +121,7 @@ class Session:
         self._since = 0.0
         self._beat_at = 0.0
         self._outbox: deque[Message] = deque()
-        self._parts: Iterator[tuple[Keys, bool]] | None = None
+        self._parts: Iterator[Part] | None = None
         self._snapshot_wanted = False
         self._snapshot_at = float("-inf")
         self._snapshot_seq = 0
@@ -139,6 +142,11 @@ class Session:
     def listens(self) -> bool:
         """Does this master take updates now?"""
         return self.state in (JOINING, JOINED)
+
+    @property
+    def tiers(self) -> tuple[int, ...]:
+        """Those that this master knows of."""
+        return (DRAM, COLD) if self.version >= 2 else (DRAM,)
 
     @property
     def connected(self) -> bool:
@@ -302,24 +310,24 @@ class Session:
     def _cut_snapshot(self, now: float) -> None:
         try:
             if self._snapshot_wanted:
-                self._parts = self.core.snapshot(self.shard)
+                self._parts = self.core.snapshot(self.shard, self.tiers)
                 self._snapshot_wanted = False
                 self._snapshot_seq = self.core.seq(self.shard)
                 self._part = 0
                 self._beats_before_snapshot = self._beats_sent
             assert self._parts is not None
-            keys, last = next(self._parts)
+            part = next(self._parts)
         except Exception as error:
             self.want_snapshot()
             self._snapshot_at = now + SNAPSHOT_RETRY_S
             if not isinstance(error, Busy):
                 self.core.failed("reading the snapshot")
             return
-        if last:
+        if part.last:
             self._parts = None
             self._beat_behind_snapshot = self._beats_sent + 1
         facts = self.core.facts()
-        self.push(Snapshot(facts.node, facts.incarnation, self._snapshot_seq, self._part, last, keys))
+        self.push(Snapshot(facts.node, facts.incarnation, self._snapshot_seq, self._part, part.last, part.keys, part.tier))
         self._part += 1
         self.answered_at = now  # the answers wait behind it
 
@@ -406,6 +414,7 @@ class Session:
             self.lost(f"says that it has shard {message.shard} of {message.shards}", now)
             return
         self.shard, self.shards = message.shard, message.shards
+        self.version = min(message.version, self.core.versions[1])  # updates go out before it says what was agreed on
         self.warming = message.warming
         self.answered_at = now
         self.core.claimed(now)

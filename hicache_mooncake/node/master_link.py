@@ -17,7 +17,18 @@ from zmq.utils.monitor import recv_monitor_message
 
 from hicache_mooncake.config_values import is_etcd, is_loopback, join_address, split_address
 from hicache_mooncake.discovery import Discovery
-from hicache_mooncake.node.link_core import SILENT_S, ChangeSource, Close, Connect, JoinFacts, Keys, LinkCore, LinkView, Usage
+from hicache_mooncake.node.link_core import (
+    SILENT_S,
+    ChangeSource,
+    Close,
+    ColdSource,
+    Connect,
+    JoinFacts,
+    Keys,
+    LinkCore,
+    LinkView,
+    Usage,
+)
 from hicache_mooncake.node.link_session import ASKING, JOINING
 from hicache_mooncake.node.lookup_plan import Answers
 from hicache_mooncake.node.master_lookup import Asker, Resolve, Socket, connect_dealer
@@ -34,11 +45,13 @@ from hicache_mooncake.protocol import (
 )
 from hicache_mooncake.security import ClusterKey
 
-__all__ = ["DEFAULT_MASTER_PORT", "ChangeSource", "JoinFacts", "Keys", "MasterLink", "Usage"]
+__all__ = ["DEFAULT_MASTER_PORT", "ChangeSource", "ColdSource", "JoinFacts", "Keys", "MasterLink", "Usage"]
 
 DEFAULT_MASTER_PORT = 50051
 PAUSE_S = 0.1
 MESSAGES_PER_PASS = 32
+WRITE_S = 0.05
+"""So long a pass writes to one master: it takes time to read what a cold tier holds, and the heart beats between two passes."""
 MAX_ORDERS = 4096
 MAX_SOCKETS = 16_384
 """As many lookups at once as there may be, each with a socket a shard, are more than ZMQ's default of 1023."""
@@ -73,7 +86,10 @@ class _Connection:
 
     def write(self, core: LinkCore, master: str, now: float) -> bool:
         """Send what there is, up to a limit. Returns whether there may be more that can be sent now."""
+        until = time.monotonic() + WRITE_S
         for _ in range(MESSAGES_PER_PASS):
+            if time.monotonic() >= until:
+                return True
             if not self.socket.poll(0, zmq.POLLOUT):
                 return False
             if self._unsent is None:
@@ -101,6 +117,7 @@ class _Connection:
 class MasterLink:
     """A node's link to all of its masters. With none everything here is a no-op.
 
+    `source` is the node with its DRAM; `cold`, where it has one, its cold tier, of which the masters hear as well.
     `start` starts the thread; `on_clear` is called on it when another node cleared a namespace. Everything public but `start`
     and `close` is for any thread. `key` is the cluster's; without one only masters on this host are connected to, unless
     `allow_unauthenticated`. `resolve` maps a master's address to the one to connect to, at each connection anew; by default
@@ -114,6 +131,7 @@ class MasterLink:
         on_clear: Callable[[bytes], None],
         *,
         log: logging.Logger,
+        cold: ColdSource | None = None,
         key: ClusterKey | None = None,
         allow_unauthenticated: bool = False,
         resolve: Resolve | None = None,
@@ -143,6 +161,7 @@ class MasterLink:
             random.Random(),
             log,
             on_clear,
+            cold=cold,
             versions=(PROTOCOL_MIN, PROTOCOL_MAX),
             silent_s=SILENT_S,
         )
