@@ -571,7 +571,7 @@ def test_pages_of_a_real_cold_tier_are_found_and_named_as_such(masters, links, t
     def write(*numbers: int) -> None:
         body = memoryview(bytes(4096))
         bodies = [Body(Key(NS, hashes(n)), body, 4096, xxh3_64_intdigest(body, checksum_seed(NS, hashes(n)))) for n in numbers]
-        assert all(cold.write(bodies))
+        assert all(cold.write(bodies, cold.clears))
         link.notify()
 
     def tiers() -> list[int]:

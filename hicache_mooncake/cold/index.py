@@ -4,17 +4,20 @@ One environment, one process, one writer at a time (`ColdTier` sees to it). Read
 thread, and everything is copied out before they end. A batch of pages is one transaction, synced: after `kill -9` and after a
 loss of power the index is as of one of them, and what it says of bodies is proved by their checksums.
 
-The map is made as large as it will ever be (that is address space, not memory), so it never grows under a reader.
+The map is made as large as it will ever be (that is address space, not memory), so it never grows under a reader. A quarter of
+it is for records: a transaction copies each page that it changes, one that forgets as well, and what it frees is of no use until
+the next but one. So a full index can always be emptied.
 
 pages     id of the namespace, hash -> where
 written   filling of a segment, batch -> the keys that were written there
 segments  number -> filling, bytes used
-names     namespace -> id. A namespace that is cleared loses its id; what has that id is junk, and goes with its segment
+names     namespace -> id. A namespace that is cleared loses its id; what has that id is junk
 meta      what cannot change while there are pages
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,11 +36,28 @@ _NUMBER = struct.Struct(">I")
 _PAIR = struct.Struct(">II")
 _KEY_BYTES = _NUMBER.size + HASH_BYTES
 _MAX_READERS = 2048
-_BYTES_A_PAGE = 400
-"""Of the map, at the most: leaves of the tree are half full at the worst, and `written` has the key once more."""
+_BYTES_A_PAGE = 200
+"""At the most: leaves of the tree are half full at the worst, and `written` has the key once more."""
+_SPARE = 4
 _LEAST_PAGE_BYTES = 16 << 10
 _LEAST_MAP_BYTES = 64 << 20
+_LOOKING_BYTES = 1 << 40
+"""Of the map of one who looks: more than the writer's will ever be."""
+_LAST_NUMBER = (1 << 32) - 1
 _SNAPSHOT_KEYS = 16_384
+_ROW_KEYS = 1024
+"""Of `written`, at the most: so much is forgotten at once at the least."""
+_EMPTIED_KEYS = 4096
+
+DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+    getattr(lmdb, "ProblemError", lmdb.CorruptedError),
+)
+"""An index that raises one of these is not going to recover."""
 
 
 class Place(NamedTuple):
@@ -58,17 +78,20 @@ class Key(NamedTuple):
 
 def map_bytes_for(capacity_bytes: int) -> int:
     """More than what an index of so many bytes of pages takes, unless they are tiny; then the index bounds their number."""
-    return max(_LEAST_MAP_BYTES, capacity_bytes // _LEAST_PAGE_BYTES * _BYTES_A_PAGE)
+    return max(_LEAST_MAP_BYTES, capacity_bytes // _LEAST_PAGE_BYTES * _BYTES_A_PAGE * _SPARE)
 
 
 class Index:
-    """Raises lmdb.Error; lmdb.MapFullError when there is no room for a batch, which is then not there at all."""
+    """Raises lmdb.Error: one of DAMAGE for an index that is beyond use, lmdb.MapFullError when there is no room for a batch, of
+    which nothing is there then."""
 
     def __init__(self, path: Path, map_bytes: int, *, writable: bool = True) -> None:
         """`writable` False: beside the process that writes, to look."""
+        size = _size(path / "data.mdb")
+        self._limit = map_bytes // _SPARE
         self._env = lmdb.open(
             str(path),
-            map_size=map_bytes,
+            map_size=max(map_bytes, size + map_bytes) if writable else _LOOKING_BYTES,
             max_dbs=5,
             max_readers=_MAX_READERS,
             mode=0o600,
@@ -77,15 +100,25 @@ class Index:
             readonly=not writable,
             create=writable,
         )
-        self._meta, self._names, self._segments, self._pages, self._written = (
+        self._dbs = self._meta, self._names, self._segments, self._pages, self._written = tuple(
             self._env.open_db(name, create=writable) for name in (b"meta", b"names", b"segments", b"pages", b"written")
         )
         self._ids: dict[bytes, int] = {}
         self._namespaces: dict[int, bytes] = {}
-        self._condemned: deque[tuple[int, bytes]] = deque()
-        with self._env.begin(db=self._names) as txn:
+        self._unsaved: set[int] = set()
+        """Ids of namespaces of which nothing has been written yet."""
+        self._condemned: dict[int, bytes] = {}
+        """Ids that namespaces had, of which there may be junk. No name: they were cleared in an earlier life."""
+        self._to_clear: deque[tuple[int, bytes]] = deque()
+        """Cleared, and not yet so in the file."""
+        with self._begin(self._names) as txn:
             for name, value in txn.cursor():
                 self._known(bytes(name), _NUMBER.unpack(value)[0])
+        with self._begin(self._meta) as txn:
+            last = _NUMBER.unpack(txn.get(b"last id", _NUMBER.pack(0)))[0]
+        numbers = self._numbers()
+        self._condemned.update((number, b"") for number in numbers if number not in self._namespaces)
+        self._last_id = max(last, *numbers, *self._namespaces, 0)
 
     def close(self) -> None:
         self._env.close()
@@ -98,23 +131,28 @@ class Index:
         if number is None:
             return [None] * len(hashes)
         prefix = _NUMBER.pack(number)
-        with self._env.begin(db=self._pages) as txn:
+        with self._begin(self._pages) as txn:
             get = txn.get
             found = [get(prefix + each) for each in hashes]
-        return [None if value is None else Place(*_PLACE.unpack(value)) for value in found]
+            return [None if value is None else Place(*_PLACE.unpack(value)) for value in found]
 
-    def meta(self, name: str) -> bytes | None:
-        with self._env.begin(db=self._meta) as txn:
+    def number(self, name: str) -> int | None:
+        """What `set_number` was given."""
+        with self._begin(self._meta) as txn:
             value = txn.get(name.encode())
-            return None if value is None else bytes(value)
+            if value is None:
+                return None
+            if not bytes(value).isdigit():
+                raise lmdb.CorruptedError(f"the index says that {name} is {value!r}")
+            return int(value)
 
     def segments(self) -> list[Segment]:
-        with self._env.begin(db=self._segments) as txn:
+        with self._begin(self._segments) as txn:
             return [Segment(_NUMBER.unpack(key)[0], *_SEGMENT.unpack(value)) for key, value in txn.cursor()]
 
     def pages(self) -> int:
         """How many records there are, junk included."""
-        with self._env.begin() as txn:
+        with self._begin() as txn:
             return int(txn.stat(self._pages)["entries"])
 
     @property
@@ -122,6 +160,12 @@ class Index:
         """Of the index's own file."""
         info = self._env.info()
         return int((info["last_pgno"] + 1) * self._env.stat()["psize"])
+
+    @property
+    def live_bytes(self) -> int:
+        """Of them, those that hold something."""
+        with self._begin() as txn:
+            return self._live_bytes(txn)
 
     def namespaces(self) -> list[bytes]:
         return list(self._ids)
@@ -131,7 +175,7 @@ class Index:
         after = b""
         while True:
             part: list[tuple[Key, Place]] = []
-            with self._env.begin(db=self._pages) as txn:
+            with self._begin(self._pages) as txn:
                 cursor = txn.cursor()
                 found = cursor.set_range(after) if after else cursor.first()
                 seen = 0
@@ -151,98 +195,132 @@ class Index:
             if seen < keys_at_once:
                 return
 
-    def written(self, filling: int) -> list[Key]:
-        """What was written in this filling, as far as it can still be named."""
-        with self._env.begin(db=self._written) as txn:
+    def written(self, filling: int) -> list[tuple[int, Key]]:
+        """What was written in this filling, as far as it can still be named, with the ids that namespaces have."""
+        with self._begin(self._written) as txn:
             keys = [key for _, blob in _rows(txn.cursor(), filling) for key in _split(blob)]
-        return [named for named in map(self._key, keys) if named is not None]
+        named = [(_NUMBER.unpack_from(key)[0], self._key(key)) for key in keys]
+        return [(number, key) for number, key in named if key is not None]
 
     def stale_readers(self) -> int:
         """Give back what processes that died had; how many that were."""
         return int(self._env.reader_check())
 
-    # ------------------------------------------------------------------ writing, on one thread
-
-    def set_meta(self, values: dict[str, bytes]) -> None:
-        with self._env.begin(write=True, db=self._meta) as txn:
-            for name, value in values.items():
-                txn.put(name.encode(), value)
+    # ------------------------------------------------------------------ namespaces
 
     def id_of(self, namespace: bytes) -> int:
-        """The namespace's id, given to it now if it has none. Ids are never given twice."""
+        """The namespace's id, given to it now if it has none. Never one that is in the file already."""
         number = self._ids.get(namespace)
         if number is None:
-            with self._env.begin(write=True) as txn:
-                last = txn.get(b"last id", db=self._meta)
-                number = 1 + (0 if last is None else _NUMBER.unpack(last)[0])
-                txn.put(b"last id", _NUMBER.pack(number), db=self._meta)
-                txn.put(namespace, _NUMBER.pack(number), db=self._names)
+            number = self._last_id = self._last_id + 1
+            self._unsaved.add(number)
             self._known(namespace, number)
         return number
 
-    def clear(self, namespace: bytes) -> None:
-        """Its pages are not found from here on, whatever happens."""
-        number = self._ids.get(namespace)
+    def forget(self, namespace: bytes) -> None:
+        """Its pages are not found from here on; after a restart neither when `save_cleared` has been called. On any thread."""
+        number = self._ids.pop(namespace, None)
         if number is not None:
-            with self._env.begin(write=True, db=self._names) as txn:
-                txn.delete(namespace)
-            del self._ids[namespace]
-            del self._namespaces[number]
-            self._condemned.append((number, namespace))
+            self._condemned[number] = namespace  # before it loses its name: who empties a segment meanwhile knows it by one
+            self._namespaces.pop(number, None)
+            self._to_clear.append((number, namespace))
+
+    # ------------------------------------------------------------------ writing, by one thread at a time
+
+    def set_number(self, name: str, value: int) -> None:
+        with self._begin(self._meta, write=True) as txn:
+            txn.put(name.encode(), b"%d" % value)
+
+    def save_cleared(self) -> None:
+        due = list(self._to_clear)
+        if due:
+            with self._begin(self._names, write=True) as txn:
+                for number, namespace in due:
+                    _delete_name(txn, number, namespace)
+            for _ in due:
+                self._to_clear.popleft()
 
     def sweep(self, limit: int) -> list[Key] | None:
         """Forget at most so many pages of namespaces that were cleared: those that are not found any more by that, or None when
-        there is nothing left to do. What a process leaves undone goes with its segments."""
-        if not self._condemned:
+        there is nothing left to do."""
+        condemned = list(self._condemned.items())
+        if not condemned:
             return None
-        number, namespace = self._condemned[0]
-        gone: list[bytes] = []
-        with self._env.begin(write=True, db=self._pages) as txn:
+        gone: list[Key] = []
+        done: list[int] = []
+        seen = 0
+        with self._begin(self._pages, write=True) as txn:
             cursor = txn.cursor()
-            more = cursor.set_range(_NUMBER.pack(number))
-            while more and len(gone) < limit and cursor.key()[: _NUMBER.size] == _NUMBER.pack(number):
-                gone.append(bytes(cursor.key())[_NUMBER.size :])
-                more = cursor.delete()
-        if len(gone) < limit:
-            self._condemned.popleft()
-        here = self.find(namespace, gone)  # stored anew since
-        return [Key(namespace, each) for each, place in zip(gone, here, strict=True) if place is None]
+            for number, namespace in condemned:
+                prefix = _NUMBER.pack(number)
+                more = cursor.set_range(prefix)
+                while more and seen < limit and cursor.key()[: _NUMBER.size] == prefix:
+                    gone.append(Key(namespace, bytes(cursor.key())[_NUMBER.size :]))
+                    seen += 1
+                    more = cursor.delete()
+                if seen >= limit:
+                    break
+                done.append(number)
+        for number in done:
+            del self._condemned[number]
+        return self._not_anew(gone)
 
     def put(self, segment: Segment, records: Sequence[tuple[int, bytes, Place]]) -> list[bool]:
         """Pages (id of the namespace, hash, place) that have been written to this segment: one transaction. Returns which are
         found now: not those whose namespace was cleared since it was asked for its id, or that came without one (0)."""
         live = [number in self._namespaces for number, _, _ in records]
-        rows = [(_NUMBER.pack(number) + each, _PLACE.pack(*place)) for number, each, place in records]
-        rows = [row for row, lives in zip(rows, live, strict=True) if lives]
-        with self._env.begin(write=True) as txn:
-            pages = txn.cursor(self._pages)
-            pages.putmulti(rows)
-            last = max((row for row, _ in _rows(txn.cursor(self._written), segment.filling)), default=-1)
-            txn.put(_PAIR.pack(segment.filling, last + 1), b"".join(key for key, _ in rows), db=self._written)
+        rows = [
+            (_NUMBER.pack(number) + each, _PLACE.pack(*place))
+            for (number, each, place), lives in zip(records, live, strict=True)
+            if lives
+        ]
+        named = self._unsaved & {number for number, _, _ in records}
+        with self._begin(write=True) as txn:
+            if self._live_bytes(txn) > self._limit:
+                raise lmdb.MapFullError("the index has as many pages as it may")
+            for number in named:
+                namespace = self._namespaces.get(number)
+                if namespace is not None:  # it may be cleared at any time
+                    txn.put(namespace, _NUMBER.pack(number), db=self._names)
+                    txn.put(b"last id", _NUMBER.pack(self._last_id), db=self._meta)
+            txn.cursor(self._pages).putmulti(rows)
+            row = _next_row(txn.cursor(self._written), segment.filling)
+            for at in range(0, len(rows), _ROW_KEYS):
+                blob = b"".join(key for key, _ in rows[at : at + _ROW_KEYS])
+                txn.put(_PAIR.pack(segment.filling, row), blob, db=self._written)
+                row += 1
             txn.put(_NUMBER.pack(segment.number), _SEGMENT.pack(segment.filling, segment.used), db=self._segments)
+        self._unsaved -= named
         return live
 
-    def empty(self, segment: Segment) -> list[Key]:
-        """Forget a segment and what is still found in it: those keys."""
+    def empty(self, segment: Segment, keys_at_once: int = _EMPTIED_KEYS) -> tuple[list[Key], bool]:
+        """Forget a segment and what is still found in it, a part of it at a time: those keys, and whether that was all."""
         gone: list[Key] = []
-        with self._env.begin(write=True) as txn:
-            rows = [(row, _split(blob)) for row, blob in _rows(txn.cursor(self._written), segment.filling)]
+        seen = 0
+        with self._begin(write=True) as txn:
+            rows = []
+            for row, blob in _rows(txn.cursor(self._written), segment.filling):
+                rows.append((row, _split(blob)))
+                seen += len(rows[-1][1])
+                if seen >= keys_at_once:
+                    break
             for row, keys in rows:
                 for key in keys:
                     value = txn.get(key, db=self._pages)
                     if value is not None and Place(*_PLACE.unpack(value)).filling == segment.filling:
                         txn.delete(key, db=self._pages)
-                        named = self._key(key)
-                        if named is not None:
-                            gone.append(named)
+                        number = _NUMBER.unpack_from(key)[0]
+                        gone.append(Key(self._namespaces.get(number) or self._condemned.get(number, b""), key[_NUMBER.size :]))
                 txn.delete(_PAIR.pack(segment.filling, row), db=self._written)
-            txn.delete(_NUMBER.pack(segment.number), db=self._segments)
-        return gone
+            last = seen < keys_at_once
+            if last:
+                txn.delete(_NUMBER.pack(segment.number), db=self._segments)
+        return self._not_anew(gone), last
 
     def drop(self, damaged: Iterable[tuple[Key, Place]]) -> list[Key]:
         """These are damaged: forget them, unless they have been written anew meanwhile. Which were forgotten."""
         gone: list[Key] = []
-        with self._env.begin(write=True, db=self._pages) as txn:
+        with self._begin(self._pages, write=True) as txn:
             for key, place in damaged:
                 number = self._ids.get(key.namespace)
                 raw = b"" if number is None else _NUMBER.pack(number) + key.hash
@@ -252,16 +330,75 @@ class Index:
                     gone.append(key)
         return gone
 
+    def prune(self) -> None:
+        """Forget the names of namespaces that have no pages. Not between `id_of` and `put`."""
+        used = set(self._numbers())
+        unused = [(number, namespace) for namespace, number in list(self._ids.items()) if number not in used]
+        if unused:
+            with self._begin(self._names, write=True) as txn:
+                for number, namespace in unused:
+                    _delete_name(txn, number, namespace)
+            for number, namespace in unused:
+                self._ids.pop(namespace, None)
+                self._namespaces.pop(number, None)
+                self._unsaved.discard(number)
+
     # ------------------------------------------------------------------ inside
 
+    @contextlib.contextmanager
+    def _begin(self, db: lmdb._Database | None = None, *, write: bool = False) -> Iterator[lmdb.Transaction]:
+        """One transaction. A record that does not have the form of one is as good as a damaged file."""
+        try:
+            with self._env.begin(db=db, write=write) as txn:
+                yield txn
+        except struct.error as error:
+            raise lmdb.CorruptedError(f"a record of the index is not one: {error}") from error
+
+    def _live_bytes(self, txn: lmdb.Transaction) -> int:
+        stats = [txn.stat(db) for db in self._dbs]
+        return sum(each["psize"] * (each["branch_pages"] + each["leaf_pages"] + each["overflow_pages"]) for each in stats)
+
+    def _numbers(self) -> list[int]:
+        """Ids of which there are pages."""
+        found: list[int] = []
+        with self._begin(self._pages) as txn:
+            cursor = txn.cursor()
+            more = cursor.first()
+            while more:
+                number = _NUMBER.unpack_from(cursor.key())[0]
+                if found and number <= found[-1]:
+                    raise lmdb.CorruptedError("the index is not in order")
+                found.append(number)
+                more = cursor.set_range(_NUMBER.pack(number + 1)) if number < _LAST_NUMBER else False
+        return found
+
     def _known(self, namespace: bytes, number: int) -> None:
-        self._ids[namespace] = number
         self._namespaces[number] = namespace
+        self._ids[namespace] = number
 
     def _key(self, raw: bytes) -> Key | None:
         """None: its namespace was cleared."""
         namespace = self._namespaces.get(_NUMBER.unpack_from(raw)[0])
         return None if namespace is None else Key(namespace, raw[_NUMBER.size :])
+
+    def _not_anew(self, gone: Iterable[Key]) -> list[Key]:
+        """Those that are not found by another record: pages of a namespace that was cleared may have been stored anew."""
+        by_namespace: dict[bytes, list[bytes]] = {}
+        for key in gone:
+            if key.namespace:
+                by_namespace.setdefault(key.namespace, []).append(key.hash)
+        return [
+            Key(namespace, each)
+            for namespace, hashes in by_namespace.items()
+            for each, place in zip(hashes, self.find(namespace, hashes), strict=True)
+            if place is None
+        ]
+
+
+def _delete_name(txn: lmdb.Transaction, number: int, namespace: bytes) -> None:
+    """Unless the namespace has another id by now."""
+    if txn.get(namespace) == _NUMBER.pack(number):
+        txn.delete(namespace)
 
 
 def _rows(cursor: lmdb.Cursor, filling: int) -> Iterator[tuple[int, bytes]]:
@@ -275,8 +412,23 @@ def _rows(cursor: lmdb.Cursor, filling: int) -> Iterator[tuple[int, bytes]]:
         yield row, bytes(blob)
 
 
+def _next_row(cursor: lmdb.Cursor, filling: int) -> int:
+    found = cursor.prev() if cursor.set_range(_PAIR.pack(filling + 1, 0)) else cursor.last()
+    of, row = _PAIR.unpack(cursor.key()) if found else (0, 0)
+    return int(row) + 1 if of == filling else 0
+
+
 def _split(blob: bytes) -> list[bytes]:
+    if len(blob) % _KEY_BYTES:
+        raise struct.error(f"{len(blob)} bytes of keys")
     return [blob[at : at + _KEY_BYTES] for at in range(0, len(blob), _KEY_BYTES)]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 assert NAMESPACE_BYTES == 16

@@ -19,6 +19,7 @@ LEAST_SEGMENTS = 8
 """Emptying one must not cost much of what there is."""
 LEAST_BYTES = 64 << 20
 _KEPT_SHARE = 0.5
+_GROWN = 16
 
 
 @dataclass(slots=True)
@@ -40,6 +41,12 @@ def segment_bytes_for(capacity_bytes: int) -> int:
     if capacity_bytes < LEAST_BYTES:
         raise ValueError(f"{capacity_bytes} bytes are too few: a cold tier has at least {LEAST_BYTES >> 20}mb")
     return min(SEGMENT_BYTES, capacity_bytes // LEAST_SEGMENTS // BLOCK * BLOCK)
+
+
+def suits(segment_bytes: int, capacity_bytes: int) -> bool:
+    """Can segments of this size, of a tier that had another capacity, be gone on with?"""
+    enough = capacity_bytes // segment_bytes >= LEAST_SEGMENTS // 2
+    return enough and segment_bytes * _GROWN >= segment_bytes_for(capacity_bytes)
 
 
 class Layout:
@@ -86,6 +93,11 @@ class Layout:
         segment.used += blocks(length)
         return at
 
+    def take_back(self, used: int) -> None:
+        """What was appended to the open segment since it had so many bytes has not been written."""
+        if self._open is not None:
+            self._open.used = used
+
     @property
     def free(self) -> int:
         """How many segments are."""
@@ -101,6 +113,10 @@ class Layout:
         segment = self._open = Segment(self._free.pop(), self._fillings)
         self._filled[segment.number] = segment
         return segment
+
+    def seal(self) -> None:
+        """What is open takes no more, and can be emptied."""
+        self._open = None
 
     def oldest(self) -> Segment | None:
         """The one to be emptied next; never the open one."""

@@ -62,12 +62,18 @@ class PagesFile:
         return os.fstat(self.fd).st_blocks * 512
 
     def allocate(self, offset: int, length: int, floor_bytes: int) -> None:
-        """Have room on the disk for this stretch, and leave `floor_bytes` free. Raises OSError (ENOSPC)."""
+        """Have room on the disk for this stretch, and leave `floor_bytes` free where it takes any. Raises OSError (ENOSPC)."""
+        size = os.fstat(self.fd).st_size
+        new = length - min(length, max(0, size - offset))
         space = os.fstatvfs(self.fd)
-        here = min(length, max(0, os.fstat(self.fd).st_size - offset))  # it may have been allocated before
-        if space.f_bavail * space.f_frsize - (length - here) < floor_bytes:
-            raise OSError(errno.ENOSPC, f"less than {floor_bytes} bytes would be left free", str(self.path))
-        os.posix_fallocate(self.fd, offset, length)
+        if new and space.f_bavail * space.f_frsize - new < floor_bytes:
+            raise OSError(errno.ENOSPC, f"less than {floor_bytes >> 20} MiB would be left free", str(self.path))
+        try:
+            os.posix_fallocate(self.fd, offset, length)
+        except OSError:
+            if new:
+                os.ftruncate(self.fd, size)  # a part of it may have been had
+            raise
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """All of them, one behind the other. Lengths and memory must be multiples of BLOCK for direct I/O."""

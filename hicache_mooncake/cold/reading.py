@@ -6,12 +6,13 @@ that hangs in the kernel holds a buffer and a thread of this reader, and nobody 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 from hicache_mooncake.cold.layout import blocks
 from hicache_mooncake.cold.pages_file import PagesFile, scratch
@@ -21,12 +22,14 @@ DEPTH = 8
 READ_BYTES = 1 << 20
 """Neighbours are read together up to this much. A larger body is one read."""
 _BUFFER_BYTES = 64 << 20
-"""Of all buffers, where bodies are so large that there would be more."""
-
+"""Of all buffers of a call, where bodies are so large that there would be more; and of those that are kept."""
+_PATIENCE_S = 1.0
+"""With a read whose caller went away early."""
 _CALLS = 4
 """Whoever comes on top of them waits for its turn: each has buffers of its own."""
 
 Bodies = Generator[memoryview | None, None, None]
+Results = Generator[memoryview | BaseException | None, None, None]
 
 
 class Reader:
@@ -36,65 +39,87 @@ class Reader:
     def __init__(self, file: PagesFile, depth: int = DEPTH) -> None:
         self._file = file
         self._depth = depth
-        self._pool = ThreadPoolExecutor(depth, "cold-read")
+        self._workers = _Workers(depth)
         self._turns = threading.BoundedSemaphore(_CALLS)
         self._lock = threading.Lock()
         self._buffers: deque[memoryview] = deque()
-        self._stuck = 0
-        """Reads that nobody waits for any more."""
+        self._abandoned: dict[Future[None], float] = {}
+        """Reads that nobody waits for any more, and from when on they are taken to be stuck."""
 
     @property
     def stuck(self) -> int:
-        return self._stuck
+        """Reads that hang."""
+        with self._lock:
+            now = time.monotonic()
+            return sum(since <= now for since in self._abandoned.values())
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Waits for nothing. Who reads on gets nothing."""
+        self._workers.close()
 
-    def read(self, wanted: Sequence[tuple[int, int]], deadline: float) -> Bodies:
-        """Bodies at these places (offset, length), in order, each in whole blocks; None for one that cannot be read, and for
-        all that have not come by the deadline. A view is good until the next one is asked for. Whoever does not go through it
-        closes it."""
+    def read(self, wanted: Sequence[tuple[int, int]], deadline: float) -> Results:
+        """Bodies at these places (offset, length), in order, each in whole blocks. What went wrong for one that cannot be read,
+        and None for all that have not come by the deadline. A view is good until the next one is asked for. Whoever does not
+        go through it closes it."""
         groups = _grouped(wanted)
         ahead = max(2, min(self._depth, _BUFFER_BYTES // max((size for _, size, _ in groups), default=1)))
         under_way: deque[tuple[Future[None], memoryview]] = deque()
         begun = 0
         turn = self._turns.acquire(timeout=max(0.0, deadline - time.monotonic()))
         try:
-            for at, (_, _, lengths) in enumerate(groups):
+            for at, group in enumerate(groups):
                 begun = max(begun, at)
                 while begun < min(len(groups), at + ahead) and turn and self._may_begin(deadline):
-                    offset, size, _ = groups[begun]
-                    buffer = self._buffer(size)
-                    under_way.append((self._pool.submit(self._file.read, offset, [buffer[:size]]), buffer))
+                    under_way.append(self._begin(groups[begun][0], groups[begun][1]))
                     begun += 1
                 came = self._come(under_way, deadline) if begun > at else None
+                if isinstance(came, BaseException) and len(group[2]) > 1:
+                    yield from self._one_by_one(group, deadline)
+                    continue
                 start = 0
-                for length in lengths:
-                    yield None if came is None else came[start : start + blocks(length)]
+                for length in group[2]:
+                    yield came[start : start + blocks(length)] if isinstance(came, memoryview) else came
                     start += blocks(length)
-                if came is not None:
+                if isinstance(came, memoryview):
                     self._keep(came)
         finally:
             for future, buffer in under_way:
-                self._abandon(future, buffer)
+                self._abandon(future, buffer, deadline)
             if turn:
                 self._turns.release()
 
-    def _may_begin(self, deadline: float) -> bool:
-        return self._stuck < self._depth and time.monotonic() < deadline
+    def _one_by_one(self, group: tuple[int, int, list[int]], deadline: float) -> Results:
+        """Some of these neighbours cannot be read, and the others shall not suffer for it."""
+        offset, _, lengths = group
+        for length in lengths:
+            came = None
+            if self._may_begin(deadline):
+                came = self._come(deque([self._begin(offset, blocks(length))]), deadline)
+            yield came[: blocks(length)] if isinstance(came, memoryview) else came
+            if isinstance(came, memoryview):
+                self._keep(came)
+            offset += blocks(length)
 
-    def _come(self, under_way: deque[tuple[Future[None], memoryview]], deadline: float) -> memoryview | None:
-        """What the first of these has read, or None."""
+    def _may_begin(self, deadline: float) -> bool:
+        return self.stuck < self._depth and time.monotonic() < deadline
+
+    def _begin(self, offset: int, size: int) -> tuple[Future[None], memoryview]:
+        buffer = self._buffer(size)
+        view = buffer[:size]
+        return self._workers.submit(lambda: self._file.read(offset, [view])), buffer
+
+    def _come(self, under_way: deque[tuple[Future[None], memoryview]], deadline: float) -> memoryview | BaseException | None:
+        """What the first of these has read, or why it has not."""
         future, buffer = under_way.popleft()
-        try:
+        with contextlib.suppress(Exception):
             future.result(max(0.0, deadline - time.monotonic()))
-        except NotYet:
-            self._abandon(future, buffer)
+        if not future.done() or future.cancelled():
+            self._abandon(future, buffer, deadline)
             return None
-        except OSError:
+        error = future.exception()
+        if error is not None:
             self._keep(buffer)
-            return None
-        return buffer
+        return error or buffer
 
     def _buffer(self, size: int) -> memoryview:
         with self._lock:
@@ -107,23 +132,62 @@ class Reader:
     def _keep(self, buffer: memoryview) -> None:
         with self._lock:
             self._buffers.append(buffer)
-            while len(self._buffers) > self._depth:
+            while len(self._buffers) > self._depth or sum(map(len, self._buffers)) > _BUFFER_BYTES:
                 self._buffers.popleft()
 
-    def _abandon(self, future: Future[None], buffer: memoryview) -> None:
+    def _abandon(self, future: Future[None], buffer: memoryview, deadline: float) -> None:
         """Its buffer is the kernel's until it has ended."""
         if future.cancel():
             self._keep(buffer)
             return
+        now = time.monotonic()
         with self._lock:
-            self._stuck += 1
+            self._abandoned[future] = now if now >= deadline else now + _PATIENCE_S
 
         def ended(_future: Future[None]) -> None:
             with self._lock:
-                self._stuck -= 1
+                del self._abandoned[future]
             self._keep(buffer)
 
         future.add_done_callback(ended)
+
+
+class _Workers:
+    """Threads that a process does not wait for at its end: a disk that hangs would keep it from ending."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._closed = False
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        for number in range(count):
+            threading.Thread(target=self._work, name=f"cold-read-{number}", daemon=True).start()
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+        if self._closed:
+            future.cancel()
+        else:
+            self._jobs.put((future, job))
+        return future
+
+    def close(self) -> None:
+        self._closed = True
+        for _ in range(self._count):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (given := self._jobs.get()) is not None:
+            future, job = given
+            if self._closed:
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                try:
+                    job()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(None)
+            del given, future, job
 
 
 def _grouped(wanted: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[int]]]:

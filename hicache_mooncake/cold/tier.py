@@ -10,11 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import logging
 import os
-import shutil
-import stat
 import threading
 import time
 from collections import OrderedDict, deque
@@ -25,11 +22,10 @@ from pathlib import Path
 import lmdb
 import xxhash
 
-from hicache_mooncake import keys
+from hicache_mooncake.cold import directory as places
 from hicache_mooncake.cold.asked import Asked
-from hicache_mooncake.cold.health import index_is_sound
-from hicache_mooncake.cold.index import Index, Key, Place, map_bytes_for
-from hicache_mooncake.cold.layout import Layout, Segment, blocks, segment_bytes_for
+from hicache_mooncake.cold.index import DAMAGE, Index, Key, Place, map_bytes_for
+from hicache_mooncake.cold.layout import Layout, Segment, blocks, segment_bytes_for, suits
 from hicache_mooncake.cold.pages_file import ColdError, PagesFile
 from hicache_mooncake.cold.reading import Bodies, Reader
 from hicache_mooncake.keys import checksum_seed
@@ -37,8 +33,6 @@ from hicache_mooncake.quiet import QuietLog
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Of the file and the index. What another one left is never touched."""
 FLOOR_BYTES = 1 << 30
 MAX_CHANGES = 1_000_000
 _RETRY_S = 5.0
@@ -49,6 +43,8 @@ _LOOK_EVERY_S = 60.0
 _MAX_CLEARED = 4096
 _SWEPT = 4096
 """Pages of cleared namespaces that are forgotten at once."""
+_MOST_BAD = 65_536
+_ANEW_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,34 +74,37 @@ class Counts:
     errors: int = 0
 
 
-def directory_name() -> str:
-    return f"pages-{FORMAT}.{keys.FORMAT}"
-
-
 class ColdTier:
-    """`write`, `sweep` and `save` are for one thread at a time; everything else for any. Nothing raises after `open`: a disk
-    that fails makes misses, is counted, and is tried again later."""
+    """`write` and `sweep` are for one thread at a time; everything else for any. Nothing raises once it is there: a disk that
+    fails makes misses, is counted, and is tried again later. `write`, `sweep` and `clear` wait for the disk, `read` does until
+    its deadline; the others only look into the index."""
 
     def __init__(self, directory: Path, capacity_bytes: int, *, floor_bytes: int = FLOOR_BYTES, direct: bool = True) -> None:
         """Opens what is there, or makes it. Raises ColdError with a sentence for the operator."""
-        self.path = directory / directory_name()
+        self.path = places.own_path(directory)
         self.capacity_bytes = capacity_bytes
         self.counts = Counts()
         self.changes_lost = False
         self._floor_bytes = floor_bytes
         self._quiet = QuietLog(log)
         self._lock = threading.Lock()
-        """Around what is written to the index, the layout and the changes."""
+        """Around what is written to the index and the layout; the disk may hang under it."""
+        self._noting = threading.Lock()
+        """Around the changes, and which namespaces there are. Nobody waits for the disk under it."""
         self._changes: deque[tuple[bool, Key]] = deque()
         self._gone: deque[Key] = deque(maxlen=MAX_CHANGES)
         self.clears = 0
         """How many there were: a batch to be written begins by noting it."""
         self._cleared: OrderedDict[bytes, int] = OrderedDict()
         """Namespaces cleared lately: the how manieth clear it was."""
+        self._bad: dict[Key, Place] = {}
+        """Damaged, and not yet forgotten by the index."""
         self._asked = Asked()
         self._failed_until = float("-inf")
         self._looked_at = time.monotonic()
-        self.problem = ""
+        self._sound = False
+        self._anew_at = float("-inf")
+        self.problem = self._lasting = ""
         with contextlib.ExitStack() as opened:
             try:
                 self._open(directory, direct, opened)
@@ -116,84 +115,77 @@ class ColdTier:
             self._resources = opened.pop_all()
 
     def _open(self, directory: Path, direct: bool, opened: contextlib.ExitStack) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _report_others(directory, self.path.name)
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        owner = self.path.stat()
-        if owner.st_uid != os.getuid() or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ColdError(f"--cold {directory}: {self.path} belongs to another user or may be written by others")
-        opened.callback(os.close, _locked(self.path / "lock", directory))
+        places.prepare(directory)
+        opened.callback(os.close, places.locked(self.path))
+        opened.callback(self._mark)
         try:
             segment_bytes = segment_bytes_for(self.capacity_bytes)
         except ValueError as error:
             raise ColdError(f"cold_bytes: {error}") from error
-        self._check_index()
-        self._index = Index(self.path / "index", map_bytes_for(self.capacity_bytes))
-        opened.callback(self._index.close)
-        self._file = PagesFile(self.path / "pages", writable=True, direct=direct)
+        places.check_index(self.path)
+        places.mark_unclean(self.path)
+        self._file = PagesFile(self.path / places.PAGES, writable=True, direct=direct)
         opened.callback(self._file.close)
-        self._adopt(segment_bytes)
+        try:
+            self._open_index(segment_bytes)
+        except DAMAGE as error:
+            log.error("cold tier: the index cannot be opened: %s", error)
+            places.put_aside(self.path)
+            self._open_index(segment_bytes)
+        opened.callback(lambda: self._index.close())
         self._check_room(directory)
         self.reader = Reader(self._file)
         opened.callback(self.reader.close)
-        (self.path / "unclean").touch(mode=0o600)
+        self._sound = True
 
-    def _check_index(self) -> None:
-        """An index that a crash or a disk has damaged could end the process that reads it: it is looked at by another one."""
-        index = self.path / "index"
-        if (self.path / "unclean").exists() and index.exists() and not index_is_sound(index):
-            aside = self.path / "index.damaged"
-            shutil.rmtree(aside, ignore_errors=True)
-            index.rename(aside)
-            log.error("cold tier: the index is damaged and was put aside as %s; the tier begins empty", aside)
-        index.mkdir(mode=0o700, exist_ok=True)
+    def _open_index(self, segment_bytes: int) -> None:
+        """Go on with what is there, as far as there is a file to it and it is of this size; or begin empty."""
+        index = Index(self.path / places.INDEX, map_bytes_for(self.capacity_bytes))
+        known = index.number("segment bytes") or segment_bytes
+        segments = index.segments()
+        if not suits(known, self.capacity_bytes):
+            log.warning("cold tier: %s begins empty: the tier had a very different size", self.path)
+            self._forget(index, segments)
+            known, segments = segment_bytes, []
+        size, number = os.fstat(self._file.fd).st_size, self.capacity_bytes // known
+        lost = [each for each in segments if each.used > known or each.number * known + each.used > size]
+        if lost:
+            text = "cold tier: %s is shorter than it was: %d of %d segments are lost"
+            log.error(text, self._file.path, len(lost), len(segments))
+        fit = [each for each in segments if each not in lost and each.number < number]
+        self._forget(index, [each for each in segments if each not in fit])
+        if size > number * known:
+            os.ftruncate(self._file.fd, number * known)
+        index.set_number("segment bytes", known)
+        self._index = index
+        self._layout = Layout(number, known, fit)
 
-    def _adopt(self, segment_bytes: int) -> None:
-        """Go on with what is there. With another size of segments, or without its file, nothing of it can be found."""
-        known = self._index.meta("segment bytes")
-        segments = self._index.segments()
-        if known is not None and segments:
-            size = self._file_bytes()
-            segment_bytes = int(known)
-            lost = [each for each in segments if each.number * segment_bytes + each.used > size]
-            for segment in lost:
-                self._index.empty(segment)
-            if lost:
-                log.error(
-                    "cold tier: %s is shorter than it was: %d of %d segments are lost",
-                    self._file.path,
-                    len(lost),
-                    len(segments),
-                )
-                segments = [each for each in segments if each not in lost]
-        else:
-            self._index.set_meta({"segment bytes": str(segment_bytes).encode()})
-        number = max(1, self.capacity_bytes // segment_bytes)
-        beyond = sorted((each for each in segments if each.number >= number), key=lambda each: each.filling)
-        for segment in beyond:  # the tier was larger
-            self._index.empty(segment)
-        if beyond:
-            os.truncate(self._file.fd, number * segment_bytes)
-        self._layout = Layout(number, segment_bytes, [each for each in segments if each.number < number])
-
-    def _file_bytes(self) -> int:
-        return os.fstat(self._file.fd).st_size
+    @staticmethod
+    def _forget(index: Index, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            while not index.empty(segment)[1]:
+                pass
 
     def _check_room(self, directory: Path) -> None:
+        """A tier that is larger than ever needs room for it; one that was there already makes do with what there is."""
+        had = self._index.number("capacity") or 0
         space = os.fstatvfs(self._file.fd)
         free = space.f_bavail * space.f_frsize + self._file.allocated_bytes()
         needed = self._layout.segments * self._layout.segment_bytes + self._floor_bytes
-        if free < needed:
+        if free < needed and self.capacity_bytes > had:
             raise ColdError(
                 f"--cold {directory}: {free >> 20} MiB are free there, and {needed >> 20} MiB are needed "
                 f"({self._floor_bytes >> 20} MiB of them are to be left free). Free some, or give less (cold_bytes)"
             )
+        self._index.set_number("capacity", self.capacity_bytes)
+
+    def _mark(self) -> None:
+        if self._sound:
+            places.mark_clean(self.path)
 
     def close(self) -> None:
         """After the last call of anything else."""
         with self._lock:
-            with contextlib.suppress(OSError):
-                (self.path / "unclean").unlink()
             self._resources.close()
 
     # ------------------------------------------------------------------ reading
@@ -225,14 +217,17 @@ class ColdTier:
                 yield None if view is None else view[: place.length]
 
     def damaged(self, pages: Sequence[tuple[Key, Place]]) -> None:
-        """Their bytes are not what they were: forget them. What was written over meanwhile is not damaged, and stays."""
-        with self._lock, self._guarded("forgetting damaged pages"):
-            gone = self._index.drop(pages)
-            self._note(False, gone)
-            self.counts.damaged += len(gone)
-            if gone:
-                text = f"{len(gone)} pages were damaged and are forgotten. Look at the disk's health (smartctl -a, dmesg)"
-                self._quiet(logging.ERROR, "damaged", f"cold tier {self.path}: {text}")
+        """Their bytes are not what they were: they are not found from here on, and forgotten with the next `write` or `sweep`.
+        What was written over meanwhile is not damaged, and stays."""
+        count = 0
+        for key, place in pages:
+            if self._find(key.namespace, [key.hash])[0] == place and len(self._bad) < _MOST_BAD:
+                self._bad[key] = place
+                count += 1
+        self.counts.damaged += count
+        if count:
+            text = f"{count} pages were damaged and are forgotten. Look at the disk's health (smartctl -a, dmesg)"
+            self._quiet(logging.ERROR, "damaged", f"cold tier {self.path}: {text}")
 
     def check(self, namespace: bytes, page_hash: bytes, offset: int, deadline: float) -> None:
         """Somebody has read this page at `offset`, and it was not right: read it, and forget it if it is damaged."""
@@ -244,17 +239,19 @@ class ColdTier:
     def _find(self, namespace: bytes, hashes: Sequence[bytes]) -> list[Place | None]:
         try:
             found = self._index.find(namespace, hashes)
-        except lmdb.Error as error:
+        except Exception as error:
             self._fail("reading the index", error)
             return [None] * len(hashes)
-        # Of a filling that is over, or past what was written: the index is right about neither after a loss of power.
-        layout = self._layout
         return [
-            place
-            if place is not None and layout.filling(place.offset) == place.filling and layout.holds(place.offset, place.length)
-            else None
-            for place in found
+            place if place is not None and self._good(namespace, each, place) else None
+            for each, place in zip(hashes, found, strict=True)
         ]
+
+    def _good(self, namespace: bytes, page_hash: bytes, place: Place) -> bool:
+        """Not of a filling that is over, nor past what was written: the index is right about neither when a disk was not."""
+        layout = self._layout
+        here = layout.filling(place.offset) == place.filling and layout.holds(place.offset, place.length)
+        return here and not (self._bad and self._bad.get(Key(namespace, page_hash)) == place)
 
     # ------------------------------------------------------------------ writing
 
@@ -275,46 +272,37 @@ class ColdTier:
         """Write these, in as few and as large writes as it takes. Returns which can be found now: none of a namespace that was
         cleared after `clears` was `since`, which was before they were looked for."""
         done = [False] * len(bodies)
-        if not self.ready():
-            self.counts.not_written += len(bodies)
-            return done
-        with self._guarded("writing"):
-            at = 0
-            while at < len(bodies):
-                end = self._write_some(bodies, at, done, since)
-                if end == at:
-                    break
-                at = end
+        if self.ready():
+            with self._guarded("writing"):
+                self._tidy()
+                with self._noting:
+                    numbers = [self._id_for(body.key.namespace, since) for body in bodies]
+                at = 0
+                while at < len(bodies):
+                    end = self._write_some(bodies, numbers, at, done)
+                    if end == at:
+                        break
+                    at = end
+                self.problem = self._lasting
         self.counts.not_written += done.count(False)
         return done
 
-    def _write_some(self, bodies: Sequence[Body], first: int, done: list[bool], since: int) -> int:
+    def _write_some(self, bodies: Sequence[Body], numbers: Sequence[int], first: int, done: list[bool]) -> int:
         """As many as the open segment takes, from `first` on: one write, one transaction. Returns where the next begin."""
-        if blocks(bodies[first].length) > self._layout.segment_bytes:
+        size = blocks(bodies[first].length)
+        if size > self._layout.segment_bytes:
             return first + 1  # no segment takes it
-        if blocks(bodies[first].length) > self._layout.room() and not self._begin_segment():
+        if size > self._layout.room() and not self._begin_segment(size):
             return first
-        with self._lock:
-            numbers = [self._id_for(body.key.namespace, since) for body in bodies[first:]]
-        end, offsets = first, []
-        segment = self._layout.open
-        assert segment is not None
-        while end < len(bodies) and blocks(bodies[end].length) <= self._layout.room():
-            offsets.append(self._layout.append(bodies[end].length))
+        end, size = first, 0
+        while end < len(bodies) and size + blocks(bodies[end].length) <= self._layout.room():
+            size += blocks(bodies[end].length)
             end += 1
         some = bodies[first:end]
-        self._file.write(offsets[0], [body.view for body in some])
-        self._file.forget(offsets[0], offsets[-1] + blocks(some[-1].length) - offsets[0])
-        now = int(time.time())
-        records = [
-            (number, body.key.hash, Place(offset, segment.filling, body.length, body.checksum, now))
-            for number, body, offset in zip(numbers, some, offsets, strict=False)
-        ]
-        done[first:end] = self._put(segment, records)
+        with self._appending() as segment:
+            done[first:end] = self._put(segment, self._append(segment, some, numbers[first:end]))
         self.counts.written += len(some)
-        self.counts.written_bytes += sum(len(body.view) for body in some)
-        with self._lock:
-            self._note(True, [body.key for body, found in zip(some, done[first:end], strict=True) if found])
+        self.counts.written_bytes += size
         return end
 
     def _id_for(self, namespace: bytes, since: int) -> int:
@@ -323,114 +311,200 @@ class ColdTier:
             return 0
         return self._index.id_of(namespace)
 
-    def _put(self, segment: Segment, records: Sequence[tuple[int, bytes, Place]]) -> list[bool]:
-        """In the index, for which the oldest pages make room if that takes it."""
+    @contextlib.contextmanager
+    def _appending(self) -> Iterator[Segment]:
+        """The open segment. The room of what then is not written, or not found, is used again."""
+        segment = self._layout.open
+        assert segment is not None
+        used = segment.used
+        try:
+            yield segment
+        except BaseException:
+            self._layout.take_back(used)
+            raise
+
+    def _append(self, segment: Segment, bodies: Sequence[Body], numbers: Sequence[int]) -> list[tuple[int, Key, Place]]:
+        """Write these behind one another. Returns what is to be put into the index."""
+        assert all(len(body.view) == blocks(body.length) for body in bodies)
+        offsets = [self._layout.append(body.length) for body in bodies]
+        self._file.write(offsets[0], [body.view for body in bodies])
+        self._file.forget(offsets[0], offsets[-1] + len(bodies[-1].view) - offsets[0])
+        now = int(time.time())
+        return [
+            (number, body.key, Place(offset, segment.filling, body.length, body.checksum, now))
+            for number, body, offset in zip(numbers, bodies, offsets, strict=True)
+        ]
+
+    def _put(self, segment: Segment, records: Sequence[tuple[int, Key, Place]]) -> list[bool]:
+        """In the index, for which the oldest pages make room if that takes it. Returns which are found now."""
         while True:
             try:
                 with self._lock:
-                    return self._index.put(segment, records)
+                    found = self._index.put(segment, [(number, key.hash, place) for number, key, place in records])
+                    self._note(True, [key for (_, key, _), here in zip(records, found, strict=True) if here])
+                return found
             except lmdb.MapFullError:
                 if not self._empty_oldest():
+                    with self._lock:
+                        self._layout.seal()  # all of the index is of this one: it makes room the next time
                     raise
 
-    def _begin_segment(self) -> bool:
-        """Have an open segment with room. One is always left free, into which what is kept of the oldest can be written."""
-        number = self._layout.next_free()
-        if number is None:
-            return self._layout.oldest() is not None and self._empty_oldest() and self._begin_segment()
-        try:
-            self._file.allocate(number * self._layout.segment_bytes, self._layout.segment_bytes, self._floor_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            text = f"the disk is full: it keeps {self._layout.used_bytes >> 20} MiB of pages and no more ({error})"
-            self._quiet(logging.WARNING, "full", f"cold tier {self.path}: {text}")
-            with self._lock:
-                self._layout.lose(number)
-            return self._begin_segment()
+    def _begin_segment(self, size: int) -> bool:
+        """Have an open segment with so much room. One is always left free: what is kept of the oldest can be written there."""
+        if not self._have_free():
+            return False
         with self._lock:
             self._layout.begin()
         if not self._layout.free and self._layout.oldest() is not None:
-            self._keep_some()
+            self._keep_some(self._layout.segment_bytes - size)
             self._empty_oldest()
-        return self._layout.open is not None
+        return True
+
+    def _have_free(self) -> bool:
+        """A free segment, with room on the disk, the oldest one if there is no other. On a disk that is full it is not emptied:
+        nothing would come of it."""
+        while (number := self._layout.next_free()) is not None:
+            if self._has_room(number):
+                return True
+            with self._lock:
+                self._layout.lose(number)
+        oldest = self._layout.oldest()
+        return oldest is not None and self._has_room(oldest.number) and self._empty_oldest()
+
+    def _has_room(self, number: int) -> bool:
+        size = self._layout.segment_bytes
+        try:
+            self._file.allocate(number * size, size, self._floor_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            text = f"the disk is full: it keeps {self._layout.used_bytes >> 20} MiB of pages and no more ({error.strerror})"
+            self._quiet(logging.WARNING, "full", f"cold tier {self.path}: {text}")
+            return False
+        return True
 
     def _empty_oldest(self) -> bool:
         segment = self._layout.oldest()
         if segment is None:
             return False
-        with self._lock:
-            gone = self._index.empty(segment)
-            self._layout.emptied(segment)
-            self._note(False, gone)
+        last = False
+        while not last:
+            with self._lock:
+                gone, last = self._index.empty(segment)
+                self._note(False, gone)
+                if last:
+                    self._layout.emptied(segment)
+            self.counts.evicted += len(gone)
         self.counts.emptied += 1
-        self.counts.evicted += len(gone)
         return True
 
-    def _keep_some(self) -> None:
-        """Write those pages of the oldest segment anew that are asked for again and again."""
-        segment, since = self._layout.oldest(), self.clears
-        assert segment is not None
-        by_namespace: dict[bytes, list[tuple[bytes, Place]]] = {}
-        size = 0
-        for key, place in self._of(segment):
-            size += blocks(place.length)
-            if size > self._layout.keep_bytes:
-                break
-            by_namespace.setdefault(key.namespace, []).append((key.hash, place))
+    def _keep_some(self, most_bytes: int) -> None:
+        """Write those pages of the oldest segment anew that are asked for again and again, if they fit."""
+        old = self._layout.oldest()
+        assert old is not None
+        kept: list[tuple[int, Key, Place]] = []
         deadline = time.monotonic() + _KEEP_S
-        for namespace, pages in by_namespace.items():
-            with contextlib.closing(self._blocks(namespace, pages, deadline)) as reading:
-                for (page_hash, place), view in zip(pages, reading, strict=True):
-                    if view is not None and blocks(place.length) <= self._layout.room():
-                        body = Body(Key(namespace, page_hash), view, place.length, place.checksum)
-                        self._write_some([body], 0, [False], since)
-                        self.counts.kept += 1
-                        self.counts.kept_bytes += len(view)
+        with self._appending() as segment:
+            for namespace, pages in self._to_keep(old, min(most_bytes, self._layout.keep_bytes)).items():
+                wanted = [(key.hash, place) for _, key, place in pages]
+                with contextlib.closing(self._blocks(namespace, wanted, deadline)) as reading:
+                    for (number, key, place), view in zip(pages, reading, strict=True):
+                        if view is not None:
+                            kept += self._append(segment, [Body(key, view, place.length, place.checksum)], [number])
+            if kept:
+                self._put(segment, kept)
+        self.counts.kept += len(kept)
+        self.counts.kept_bytes += sum(blocks(place.length) for _, _, place in kept)
 
-    def _of(self, segment: Segment) -> Iterator[tuple[Key, Place]]:
-        """What is still found in a segment, and asked for."""
-        for key in self._index.written(segment.filling):
+    def _to_keep(self, segment: Segment, most_bytes: int) -> dict[bytes, list[tuple[int, Key, Place]]]:
+        """What is still found in a segment, and asked for, by namespace, with the id that this has."""
+        found: dict[bytes, list[tuple[int, Key, Place]]] = {}
+        for number, key in self._index.written(segment.filling):
             if self.often(*key):
-                place = self._index.find(key.namespace, [key.hash])[0]
+                place = self._find(key.namespace, [key.hash])[0]
                 if place is not None and place.filling == segment.filling:
-                    yield key, place
+                    most_bytes -= blocks(place.length)
+                    if most_bytes < 0:
+                        break
+                    found.setdefault(key.namespace, []).append((number, key, place))
+        return found
 
     # ------------------------------------------------------------------ namespaces and housekeeping
 
     def clear(self, namespace: bytes) -> None:
         """Nothing of it is found from here on, after a restart neither. The masters are told bit by bit, by `sweep`."""
-        with self._lock, self._guarded("clearing a namespace"):
+        with self._noting:
             self.clears += 1
             self._cleared.pop(namespace, None)
             self._cleared[namespace] = self.clears
             if len(self._cleared) > _MAX_CLEARED:
                 self._cleared.popitem(last=False)
-            self._index.clear(namespace)
+            self._index.forget(namespace)
+        with self._lock, self._guarded("clearing a namespace"):
+            self._index.save_cleared()
+
+    def namespaces(self) -> list[bytes]:
+        return self._index.namespaces()
 
     def sweep(self) -> bool:
         """What is due, every second or so. Returns whether there is more to do at once."""
+        if not self.ready():
+            return False
         with self._guarded("housekeeping"):
+            self._tidy()
             now = time.monotonic()
             if now - self._looked_at >= _LOOK_EVERY_S:
                 self._looked_at = now
-                self._index.stale_readers()
-                with self._lock:
-                    self._layout.regain()
-                if self._file.deleted:
-                    text = f"{self._file.path} was deleted: what is written now is lost when this node ends. Restart it"
-                    self._problem("deleted", text)
+                self._look()
             with self._lock:
                 gone = self._index.sweep(_SWEPT)
                 self._note(False, gone or ())
             return gone is not None
         return False
 
+    def _look(self) -> None:
+        self._index.stale_readers()
+        with self._lock:
+            self._layout.regain()
+            self._index.prune()
+        if self._file.deleted or not (self.path / places.INDEX / "data.mdb").exists():
+            self._lasting = f"{self.path} was deleted: what is written now is lost when this node ends. Restart it"
+            self._problem("deleted", self._lasting)
+
+    def _tidy(self) -> None:
+        """What was left to the writer: to begin anew, to have clears outlive the process, and to forget damaged pages."""
+        if not self._sound:
+            self._begin_anew()
+        bad = list(self._bad.items())
+        with self._lock:
+            self._index.save_cleared()
+            if bad:
+                self._note(False, self._index.drop(bad))
+        for key, place in bad:
+            if self._bad.get(key) == place:
+                self._bad.pop(key, None)
+
+    def _begin_anew(self) -> None:
+        """The index is beyond use. Who still reads in it keeps it open until then."""
+        now = time.monotonic()
+        if now < self._anew_at:
+            raise OSError(errno.EIO, "the index is damaged again")
+        self._anew_at = now + _ANEW_EVERY_S
+        with self._lock:
+            places.put_aside(self.path)
+            self._open_index(segment_bytes_for(self.capacity_bytes))
+            self._index.set_number("capacity", self.capacity_bytes)
+            self._sound = True
+            self._bad.clear()
+            with self._noting:
+                self._changes.clear()
+                self.changes_lost = True
+
     # ------------------------------------------------------------------ what the masters are told
 
     def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
         """As `Store.drain_changes`."""
-        with self._lock:
+        with self._noting:
             last: dict[Key, bool] = {}
             for _ in range(min(limit, len(self._changes))):
                 added, key = self._changes.popleft()
@@ -444,11 +518,11 @@ class ColdTier:
         self.changes_lost = False
         with self._guarded("reading the index"):
             for part in self._index.entries():
-                yield by_namespace(key for key, _ in part)
+                yield by_namespace(key for key, place in part if self._good(*key, place))
 
     def take_gone(self) -> list[Key]:
         """What has left since the last call."""
-        with self._lock:
+        with self._noting:
             gone = list(self._gone)
             self._gone.clear()
         return gone
@@ -456,11 +530,14 @@ class ColdTier:
     def report(self) -> dict[str, int | float | str | bool]:
         counts = self.counts
         written = counts.written_bytes + counts.kept_bytes
+        pages = index_bytes = 0
+        with self._guarded("reading the index"):
+            pages, index_bytes = self._index.pages(), self._index.file_bytes
         return {
-            "cold_pages": self._index.pages(),
+            "cold_pages": pages,
             "cold_used_bytes": self._layout.used_bytes,
             "cold_capacity_bytes": self._layout.segments * self._layout.segment_bytes,
-            "cold_index_bytes": self._index.file_bytes,
+            "cold_index_bytes": index_bytes,
             "cold_direct": self.direct,
             "cold_problem": self.problem,
             "cold_stuck_reads": self.reader.stuck,
@@ -476,12 +553,17 @@ class ColdTier:
         reading = self.reader.read([(place.offset, place.length) for _, place in wanted], deadline)
         try:
             for (page_hash, place), view in zip(wanted, reading, strict=True):
-                if view is None:
-                    self.counts.unreadable += 1
-                elif xxhash.xxh3_64_intdigest(view[: place.length], checksum_seed(namespace, page_hash)) != place.checksum:
+                if isinstance(view, memoryview):
+                    if xxhash.xxh3_64_intdigest(view[: place.length], checksum_seed(namespace, page_hash)) == place.checksum:
+                        yield view
+                        continue
                     bad.append((Key(namespace, page_hash), place))
-                    view = None
-                yield view
+                else:
+                    self.counts.unreadable += 1
+                    if view is not None:
+                        self._quiet(logging.ERROR, "reading", f"cold tier {self.path}: a page cannot be read: {view}")
+                        bad.append((Key(namespace, page_hash), place))
+                yield None
         finally:
             reading.close()
             if bad:
@@ -489,27 +571,31 @@ class ColdTier:
 
     def _note(self, added: bool, pages: Iterable[Key]) -> None:
         pages = list(pages)
-        if not added:
-            self._gone.extend(pages)
-        if self.changes_lost:
-            return
-        self._changes.extend((added, key) for key in pages)
-        if len(self._changes) > MAX_CHANGES:
-            self._changes.clear()
-            self.changes_lost = True
+        with self._noting:
+            if not added:
+                self._gone.extend(pages)
+            if not self.changes_lost:
+                self._changes.extend((added, key) for key in pages)
+                if len(self._changes) > MAX_CHANGES:
+                    self._changes.clear()
+                    self.changes_lost = True
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
         """A disk or an index that fails is no reason to fail with it."""
         try:
             yield
-        except (OSError, lmdb.Error) as error:
+        except Exception as error:
             self._fail(what, error)
 
     def _fail(self, what: str, error: Exception) -> None:
         self.counts.errors += 1
         self._failed_until = time.monotonic() + _RETRY_S
-        reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        if isinstance(error, DAMAGE):
+            self._sound = False
+        elif not isinstance(error, (OSError, lmdb.Error)):
+            log.error("cold tier: %s failed", what, exc_info=error)
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
         self._problem(what, f"{what} failed: {reason}. Tried again in {_RETRY_S:g} s; look at the disk ({_advice(error)})")
 
     def _problem(self, kind: str, text: str) -> None:
@@ -531,25 +617,3 @@ def _advice(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "df, df -i, quota"
     return "dmesg, smartctl -a"
-
-
-def _locked(path: Path, directory: Path) -> int:
-    """Raises ColdError where another process has it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise ColdError(
-            f"--cold {directory}: another node uses it. Stop it, or give this one a directory of its own"
-        ) from error
-    return fd
-
-
-def _report_others(directory: Path, own: str) -> None:
-    """What another version has left stays, and takes room."""
-    for other in sorted(directory.glob("pages-*")):
-        if other.name != own:
-            log.warning(
-                "cold tier: %s is of another version and is left alone. Delete it when no node needs it any more", other
-            )
