@@ -5,8 +5,8 @@ thread, and everything is copied out before they end. A batch of pages is one tr
 loss of power the index is as of one of them, and what it says of bodies is proved by their checksums.
 
 The map is made as large as it will ever be (that is address space, not memory), so it never grows under a reader. A quarter of
-it is for records: a transaction copies each page that it changes, one that forgets as well, and what it frees is of no use until
-the next but one. So a full index can always be emptied.
+it is for records: a transaction copies each page that it changes, one that forgets as well, and what it frees is of use to the
+next but one. So a full index can always be emptied.
 
 pages     id of the namespace, hash -> where
 written   filling of a segment, batch -> the keys that were written there
