@@ -738,10 +738,10 @@ def test_client_without_movers_still_answers(start_node: StartNode) -> None:
 
 
 def exiting(pid: int) -> bool:
-    """Is every task of this process gone, or on its way out in the kernel?"""
-    from hicache_mooncake.client.mover_process import _all_exiting
+    """Is every task of this process, which was killed, gone or in the kernel for good?"""
+    from hicache_mooncake.client.mover_process import _cannot_write
 
-    return _all_exiting(pid)
+    return _cannot_write(pid)
 
 
 def test_an_interrupted_call_leaves_no_answer_for_the_next_one(

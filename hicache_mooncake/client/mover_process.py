@@ -24,7 +24,16 @@ _from_mover = p.decoder(p.FromMover)
 START_S = 15.0
 _RESTART_FIRST_S, _RESTART_MAX_S = 0.1, 5.0
 _FENCE_S = 5.0
+_STORE_FENCE_S = 0.1
+_MAX_ENDING = 4
 _PF_EXITING = 0x4
+_PROC = Path("/proc")
+_FILLS = {
+    "x86_64": (0, 17, 19, 45, 47, 295, 299, 310, 311, 327, 426),
+    "aarch64": (63, 65, 67, 69, 207, 212, 243, 270, 271, 286, 426),
+}.get(os.uname().machine)
+"""System calls that fill memory which the caller names: read and its like, recv and its like, process_vm_readv and _writev,
+io_uring_enter. Unknown: all are taken for such."""
 
 
 class MoverUnavailable(Exception):
@@ -48,6 +57,8 @@ class MoverProcess:
         self._soon = Soon()
         self._attach: tuple[p.Attach, tuple[int, ...]] | None = None
         self._restart = Backoff(_RESTART_FIRST_S, _RESTART_MAX_S)
+        self._ending: list[subprocess.Popen[bytes]] = []
+        """Killed, and not known to be gone."""
         self._last_id = 0
         self._starting = False
 
@@ -146,6 +157,13 @@ class MoverProcess:
     def _start(self, deadline: float) -> str:
         if self._attach is None:
             raise MoverUnavailable("not_attached", "no memory is attached")
+        self._ending = [process for process in self._ending if process.poll() is None]
+        if len(self._ending) >= _MAX_ENDING:
+            self._restart.failed()
+            what = (
+                f"{_MAX_ENDING} movers that were killed have not ended: what they wait for in the kernel is in /proc/PID/wchan"
+            )
+            raise MoverUnavailable("mover_down", f"{what} of {', '.join(str(process.pid) for process in self._ending)}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         command = [sys.executable, "-m", "hicache_mooncake.client.mover", str(theirs.fileno()), self.role]
         try:
@@ -186,44 +204,63 @@ class MoverProcess:
         self._restart.failed()
 
     def _stop(self) -> None:
-        """Kill and wait: when this returns the process cannot write engine memory any more."""
+        """Kill and wait: when this returns the process cannot write engine memory any more. One for stores never does."""
         wire, self._wire = self._wire, None
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            _wait_until_it_cannot_write(process)
+            _wait_until_it_cannot_write(process, _STORE_FENCE_S if self.role == "store" else None)
+            if process.poll() is None:
+                self._ending.append(process)
         if wire is not None:
             with contextlib.suppress(OSError):
                 wire.close()
 
 
-def _wait_until_it_cannot_write(process: subprocess.Popen[bytes]) -> None:
-    """After SIGKILL. A task that has begun to exit (PF_EXITING) is in the kernel for good and writes no user memory; what may
-    take longer, a second and more for a large pool, is the unmapping, and that is waited for on a thread of its own."""
+def _wait_until_it_cannot_write(process: subprocess.Popen[bytes], at_most_s: float | None) -> None:
+    """After SIGKILL. What may take longer than that, a second and more for a large pool, or for ever where the kernel waits for
+    a device, is the end of the process, and that is waited for on a thread of its own."""
     began = time.monotonic()
     complained = False
-    while process.poll() is None and not _all_exiting(process.pid):
+    while process.poll() is None and not _cannot_write(process.pid):
         time.sleep(0.0005)
-        if not complained and time.monotonic() - began > _FENCE_S:
-            # Only a kernel that cannot end a process gets here. Waiting on is the lesser evil to a wrong page.
-            log.error("mover %d does not end after SIGKILL: waiting, since it could still write engine memory", process.pid)
+        waited_s = time.monotonic() - began
+        if at_most_s is not None and waited_s > at_most_s:
+            break
+        if not complained and waited_s > _FENCE_S:
+            # Waiting on is the lesser evil to a wrong page: SGLang leaves the pages alone until the call has returned.
+            log.error(
+                "mover %d does not end after SIGKILL: waiting, since it could still write engine memory. What holds it is in "
+                "/proc/%d/task/*/wchan, the cause perhaps in dmesg",
+                process.pid,
+                process.pid,
+            )
             complained = True
     if process.poll() is None:
         with contextlib.suppress(RuntimeError):  # no more threads: the next process that is started reaps it
             threading.Thread(target=process.wait, name="reap-mover", daemon=True).start()
 
 
-def _all_exiting(pid: int) -> bool:
+def _cannot_write(pid: int) -> bool:
+    """A process that got SIGKILL, and has no task that can still write its memory: none runs another instruction of the program
+    once it is in the kernel. One that has begun to exit (PF_EXITING) is there for good. One that sleeps there, if only for a
+    device that never answers (state D), might go on with what a system call does, but not with what met a page fault."""
     try:
-        tasks = os.listdir(f"/proc/{pid}/task")
+        tasks = os.listdir(_PROC / str(pid) / "task")
     except FileNotFoundError:
         return True
-    for task in tasks:
-        try:
-            stat = Path(f"/proc/{pid}/task/{task}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        flags = int(stat.rpartition(")")[2].split()[6])
-        if not flags & _PF_EXITING:
-            return False
-    return True
+    return all(_task_cannot_write(_PROC / str(pid) / "task" / task) for task in tasks)
+
+
+def _task_cannot_write(task: Path) -> bool:
+    try:
+        flags = int((task / "stat").read_text().rpartition(")")[2].split()[6])
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    if flags & _PF_EXITING:
+        return True
+    try:
+        call = (task / "syscall").read_text().split()[0]  # -1: it sleeps, and in none; or "running"
+    except OSError:  # it has ended just now, or we may not look
+        return False
+    return call == "-1" or (call.isdecimal() and _FILLS is not None and int(call) not in _FILLS)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _CLONE_NEWNS = 0x00020000
@@ -47,6 +48,30 @@ def small_disk(at: Path, *, size: str = "64k", files: int = 0) -> None:
     """A file system of this size at this place, with room for so many files (0: as many as there is room for)."""
     at.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={size}" + (f",nr_inodes={files + 1}" if files else ""), "tmpfs", str(at))
+
+
+def disk_that_freezes(at: Path, image: Path, *, size_bytes: int) -> None:
+    """A file system of its own at this place, which `freeze` stops as a disk that does not answer does."""
+    with image.open("wb") as file:
+        file.truncate(size_bytes)
+    try:
+        done = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise NoMounts("there is no mkfs.ext4") from None
+    if done.returncode:
+        raise NoMounts(f"mkfs.ext4: {done.stderr.strip()}")
+    at.mkdir()
+    _mount("-o", "loop", str(image), str(at))
+
+
+@contextlib.contextmanager
+def frozen(at: Path) -> Iterator[None]:
+    """Whoever writes to it sleeps, and no signal wakes him."""
+    subprocess.run(["fsfreeze", "-f", str(at)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(at)], check=True)
 
 
 def fill(at: Path) -> Path:

@@ -7,16 +7,19 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hicache_mooncake.testing.local import page_hash
-from tests.conftest import wait_until
+from hicache_mooncake.client.client import Outcome
+from hicache_mooncake.testing import local
+from hicache_mooncake.testing.local import FakeRank, page_hash
+from tests.conftest import NodeProcess, wait_until
 from tests.faults.cluster import HANG_S, NS, Cluster, Load
-from tests.faults.mounts import NoMounts, fill, in_private_mounts, small_disk
+from tests.faults.mounts import NoMounts, disk_that_freezes, fill, frozen, in_private_mounts, small_disk
 from tests.faults.recording import Measured
 
 NewCluster = Callable[..., Cluster]
@@ -209,3 +212,49 @@ def test_clocks_that_do_not_agree(new_cluster: NewCluster) -> None:
         load.settled()
     reasons = load.record.reasons()
     assert not set(reasons) & {"deadline", "fenced", "checksum", "checksum_remote"}, reasons
+
+
+@pytest.mark.fault(
+    "a mover that cannot be killed, since the kernel waits for a device in the middle of a copy",
+    sees="misses after one deadline (`fenced`), and nothing lands when the device answers; then all is as before",
+    part="machines",
+)
+def test_a_mover_that_cannot_be_killed_costs_a_call_its_deadline(
+    tmp_path: Path, start_node: Callable[..., NodeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call waited for its end: as long as the device did not answer."""
+    node = start_node("a", "64MiB")
+    pages = chain("a")
+
+    def work() -> None:
+        disk_that_freezes(tmp_path / "disk", tmp_path / "image", size_bytes=32 << 20)
+        fd = os.open(tmp_path / "disk" / "memory", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(fd, 1 << 20)
+        monkeypatch.setattr(local, "create_memfd", lambda _name, _length: fd)
+        with contextlib.closing(FakeRank(node.settings(deadline_s=2.0))) as rank:
+            assert rank.store(NS, pages).ok == b"\1" * len(pages)
+            assert rank.load(NS, pages).ok == b"\1" * len(pages)
+            rank.scramble()
+            before = bytes(rank.memory.view)
+            pid = rank.client.mover_pids()["load"]
+            assert pid is not None
+            with frozen(tmp_path / "disk"):
+                outcomes: list[Outcome] = []
+                call = threading.Thread(target=lambda: outcomes.append(rank.transfer("load", NS, pages)), daemon=True)
+                call.start()
+                wait_until(lambda: outcomes, HANG_S, "the call returns")
+                assert outcomes[0].reasons == {"fenced": len(pages)}
+                assert state(pid) == "D", "it is still there"
+                assert set(rank.transfer("load", NS, pages).reasons) <= {"fenced", "mover_down"}
+            wait_until(lambda: state(pid) in ("Z", ""), HANG_S, "it ends")
+            assert bytes(rank.memory.view) == before
+            wait_until(lambda: rank.load(NS, pages).ok == b"\1" * len(pages), HANG_S, "a new mover")
+
+    apart(work)
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
