@@ -599,7 +599,7 @@ class Answer(msgspec.Struct, array_like=True):
     holder: bytes
     peers: list[Peer]
     others: bytes = b""
-    """A second holder, coded like `holder` and as long. Empty: no page has one."""
+    """A second holder, coded like `holder` and as long: another node. Empty: no page has one."""
     tiers: bytes = b""
     """Tier of each of `peers`; one node may be there once a tier. Empty: all DRAM."""
 

@@ -208,6 +208,64 @@ def test_each_tier_of_a_node_comes_and_goes_by_itself_and_dram_is_answered_first
     assert master.info("a").keys == 1
 
 
+def test_a_node_that_holds_a_page_in_both_tiers_is_one_holder_of_it(master: Master) -> None:
+    for node in ("a", "b"):
+        master.join(node)
+        master.add(node, 1, 1)
+        master.add(node, 2, 1, tier=COLD)
+    assert master.info("a").keys == 2
+    for _ in range(20):
+        answer = master.ask(1)
+        assert {peer.node for peer in answer.peers} == {"a", "b"}
+        assert not any(answer.tiers), "both of them in DRAM"
+    assert master.who(1, asker="a") == ["b"]
+    assert master.others(1, asker="a") == [], "b's cold copy is no second holder beside b"
+    master.remove("b", 3, 1)
+    for _ in range(20):
+        answer = master.ask(1)
+        named = [(answer.peers[i - 1].node, answer.tiers[i - 1]) for i in (answer.holder[0], answer.others[0])]
+        assert named == [("a", DRAM), ("b", COLD)], "what left one tier stays in the other"
+    master.remove("a", 3, 1, tier=COLD)
+    assert master.core.holders(NS, hashes(1)) == {("a", DRAM), ("b", COLD)}
+    master.take(Leave("a", b"i1"))
+    assert (master.who(1), master.others(1)) == (["b"], [])
+
+
+def test_of_a_page_that_very_many_keep_cold_those_that_have_it_in_dram_are_named() -> None:
+    master = Master()
+    names = [f"n{number}" for number in range(60)]
+    for node in names:
+        master.join(node)
+        master.add(node, 1, 1, tier=DRAM if node in ("n20", "n41") else COLD)
+    for _ in range(30):
+        assert set(master.who(1) + master.others(1)) <= {"n20", "n41"}
+
+
+def test_both_tiers_of_a_node_go_with_it_and_with_a_namespace(master: Master) -> None:
+    for node in ("a", "b"):
+        master.join(node)
+        master.add(node, 1, 1, 2)
+        master.add(node, 2, 2, 3, tier=COLD)
+    master.take(ClearNamespace(NS, "b"), b"b")
+    assert master.who(1, 2, 3) == ["", "", ""]
+    assert master.info("a").keys == 0
+    master.add("a", 3, 1)
+    master.add("a", 4, 3, tier=COLD)
+    assert master.who(1, 3) == ["a", "a"]
+    master.take(Leave("a", b"i1"))
+    assert master.who(1, 3) == ["", ""]
+    master.pass_time(0.1)
+    assert len(master.core.directory) == 0
+
+
+def test_tiers_may_come_in_any_order_in_a_snapshot_and_do_not_empty_each_other(master: Master) -> None:
+    master.join("a", seq=9)
+    for part, (tier, number) in enumerate([(COLD, 1), (DRAM, 1), (COLD, 2), (DRAM, 3)]):
+        master.take(Snapshot("a", b"i1", 9, part, part == 3, [(NS, hashes(number))], tier), b"a")
+    held = {number: {tier for _, tier in master.core.holders(NS, hashes(number))} for number in (1, 2, 3)}
+    assert held == {1: {DRAM, COLD}, 2: {COLD}, 3: {DRAM}}
+
+
 def test_a_snapshot_has_all_tiers_and_replaces_all(master: Master) -> None:
     master.join("a")
     master.add("a", 1, 1, 2)

@@ -641,7 +641,8 @@ class Cluster:
         }
         assert {(peer.node, peer.incarnation) for peer in answer.peers} <= in_rotation
         assert asker not in {peer.node for peer in answer.peers}
-        assert all(first != second for first, second in zip(answer.holder, answer.others, strict=False) if second)
+        for first, second in zip(answer.holder, answer.others, strict=False):
+            assert not second or answer.peers[first - 1].node != answer.peers[second - 1].node
         self.named += len(answer.peers)
 
     def quiet_down(self) -> None:

@@ -6,7 +6,7 @@ import heapq
 import random
 import sys
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import filterfalse, islice, repeat
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ TABLE_KEYS = 8_192
 """Keys a table on average, up to 4096 tables a namespace. Splitting one takes some milliseconds."""
 PREFIX_STEP = 128
 WEIGHED = 8
-"""Of a page that very many hold, so many are compared; the others are as good."""
+"""Of a page that more than twice as many hold, so many of the best rank are compared; the others are as good."""
 COMPACT_PART = 6
 """A log is compacted when so small a part of it is dead."""
 COMPACT_LEAST = 64
@@ -40,6 +40,7 @@ _KEY_BITS = 60
 """An int of up to 60 bits takes 32 bytes, a larger one 48."""
 _FEW, _MANY = 256, 4_096
 """Tables at most, first and once those are all there."""
+_NO_TWINS: Mapping[int, int] = {}
 _FIELD = 0xFFFF
 _FIELD_BITS = 16
 
@@ -447,6 +448,7 @@ class Directory:
         exclude: Container[int] = (),
         near: Container[int] = (),
         load: Callable[[int], float] | None = None,
+        twins: Mapping[int, int] = _NO_TWINS,
     ) -> Holders:
         """Who holds these pages.
 
@@ -454,7 +456,8 @@ class Directory:
         are about to leave); slots past its end count as 0. Slots in `exclude` (the asker's own) are never an answer, those in
         `near` (on the asker's host) come before others of their rank. Among equals one that this answer names already is
         taken, so that a batch goes to few peers, else the one with less `load` of two at random. The second holder is chosen in
-        the same way from the others. Of a page with more than 8 answerable holders 8 at random are compared.
+        the same way from the others, but for the first one's slot in `twins`: both are of one node. Of a page with more than 16
+        holders 8 of the best rank are compared, at random.
 
         With `prefix` the column ends before the first page that nobody holds. A page that would need a 256th peer counts as
         held by nobody.
@@ -463,7 +466,7 @@ class Directory:
         pages = self._pages.get(namespace)
         if pages is None or not count:
             return Holders(b"" if prefix else bytes(count), b"", [])
-        choice = _Choice(self._rng, ranks, exclude, near, load)
+        choice = _Choice(self._rng, ranks, exclude, near, load, twins)
         firsts = choice.firsts
         column = b""
         parts: list[list[int]] = []
@@ -590,6 +593,7 @@ class _Choice:
         exclude: Container[int],
         near: Container[int],
         load: Callable[[int], float] | None,
+        twins: Mapping[int, int],
     ) -> None:
         self.firsts: dict[int, int] = {0: 0}
         """Value of a page -> 1 + index into `slots`, or 0."""
@@ -601,6 +605,8 @@ class _Choice:
         self._exclude = exclude
         self._near = near
         self._load = load
+        self._twins = twins
+        self._one_rank = not ranks.translate(None, b"\0\1")
 
     def decide(self, value: int) -> None:
         if value <= _FIELD:
@@ -623,17 +629,29 @@ class _Choice:
     def _candidates(self, value: int) -> list[tuple[int, int]]:
         """(rank, slot) of the holders that may be answered."""
         fields: Iterable[int] = _fields(value)
-        if value >> 2 * WEIGHED * _FIELD_BITS:
-            listed = list(fields)
-            start = self._rng.randrange(len(listed))
-            fields = listed[start:] + listed[:start]
+        limit = 2 * WEIGHED
+        if value >> limit * _FIELD_BITS:
+            fields, limit = self._best(fields), WEIGHED
         ranks, end = self._ranks, len(self._ranks)
         answerable = (
             (2 * ranks[field - 1] - (field - 1 in self._near), field - 1)
             for field in fields
             if field <= end and ranks[field - 1] and field - 1 not in self._exclude
         )
-        return list(islice(answerable, WEIGHED))
+        return list(islice(answerable, limit))
+
+    def _best(self, fields: Iterable[int]) -> list[int]:
+        """Those of the best rank, begun at random; all of them, in the order of their ranks, when these are few."""
+        ranks, end = self._ranks, len(self._ranks)
+        listed = list(fields)
+        start = self._rng.randrange(len(listed))
+        listed = listed[start:] + listed[:start]
+        if self._one_rank:
+            return listed
+        best = [field for field in listed if field <= end and ranks[field - 1] == 1]
+        if len(best) < WEIGHED:
+            return sorted((field for field in listed if field <= end), key=lambda field: ranks[field - 1])
+        return best
 
     def _pick(self, candidates: list[tuple[int, int]]) -> int:
         """Take the best one off the list; returns 1 + its index among the peers, 0 when there is none or no place."""
@@ -649,6 +667,9 @@ class _Choice:
         if chosen is None:
             chosen = equals[0] if len(equals) == 1 else self._of_two(equals)
         candidates.remove(chosen)
+        twin = self._twins.get(chosen[1])
+        if twin is not None:
+            candidates[:] = [candidate for candidate in candidates if candidate[1] != twin]
         return self._name(chosen[1])
 
     def _name(self, slot: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 
 from hicache_mooncake.protocol import (
+    COLD,
+    DRAM,
     MAX_KEYS_PER_MESSAGE,
     MAX_NAMESPACES_PER_MESSAGE,
     Answer,
@@ -33,12 +35,16 @@ class _InRotation:
         """As nodes of other hosts reach them."""
         self.neighbours: dict[int, Peer] = {}
         """As those of their own host do, by a socket there."""
+        self.twins: dict[int, int] = {}
+        """The other tier of the same node."""
         self._members: dict[int, Member] = {}
         self._hosts: dict[str, set[int]] = {}
 
     def add(self, member: Member, slots: dict[int, int]) -> None:
         peer = Peer(member.name, member.incarnation, member.host, member.port)
         neighbour = Peer(member.name, member.incarnation, member.host, member.port, member.socket)
+        if len(slots) == len(TIERS):
+            self.twins |= {slots[DRAM]: slots[COLD], slots[COLD]: slots[DRAM]}
         for tier, slot in slots.items():
             self.ranks += bytes(max(0, slot + 1 - len(self.ranks)))
             self.ranks[slot] = _LAST if member.state == DRAINING else 1 + TIERS.index(tier)
@@ -58,8 +64,8 @@ class _InRotation:
 
 class Lookups:
     """Answers of active nodes, DRAM before colder tiers, and after them those of draining ones; among equals the asker's own
-    host first, then the less loaded of two. Nobody else is named, nor the asker. A node's socket is told on its own host only.
-    Not thread-safe."""
+    host first, then the less loaded of two. Nobody else is named, nor the asker, and no node is a second holder beside itself.
+    A node's socket is told on its own host only. Not thread-safe."""
 
     def __init__(self, directory: Directory, membership: Membership, streams: Streams, stats: Stats) -> None:
         self._directory = directory
@@ -94,6 +100,7 @@ class Lookups:
             exclude=own,
             near=near,
             load=rotation.load,
+            twins=rotation.twins,
         )
         tiers = bytes([self._streams.holder(slot).tier for slot in found.slots])
         self._stats.lookup_hits += len(found.column) - found.column.count(0)
