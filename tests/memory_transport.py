@@ -30,6 +30,8 @@ class Faults:
     """New links are dead at once."""
     unstoppable: bool = False
     """A link cannot be ended, and what is under way goes on."""
+    stuck: threading.Event = field(default_factory=threading.Event)
+    """The end of a link does not return before this is set."""
     writes: int = 0
     """That were begun."""
     waiting: int = 0
@@ -40,6 +42,7 @@ class Faults:
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.stuck.set()
 
 
 class _Pending(Pending):
@@ -147,6 +150,7 @@ class MemoryLink(Link):
         return not self.closed and peer is not None and not peer.closed
 
     def close(self) -> None:
+        self.faults.stuck.wait()
         with self.fence:
             self.closed = True
         if self.faults.unstoppable:

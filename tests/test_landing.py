@@ -39,6 +39,23 @@ def test_room_of_a_link_that_cannot_be_fenced_counts_as_lent_for_good() -> None:
     assert landings.room_for(1, BODY) == 2
 
 
+def test_stranded_room_comes_back_when_all_links_that_may_write_there_are_ended() -> None:
+    landings = Landings(4 * BODY)
+    landing = landings.open(1, BODY, {7: [0], 8: [BODY]}, {7: "a", 8: "b"}, 0.0, txn=3, claimed=[7, 8], claimed_bytes=2 * BODY)
+    assert not landings.may_claim(3 * BODY)
+    landings.begin_end(landing)
+    landings.strand([7, 8], [2 * BODY, 3 * BODY], 2 * BODY)
+    landings.ended(landing, [7, 8])
+    landings.validate()
+    assert landings.stranded_bytes == 4 * BODY
+    assert landings.fenced(7) == [0]
+    assert landings.fenced(7) == landings.fenced(9) == []
+    assert sorted(landings.fenced(8)) == [BODY, 2 * BODY, 3 * BODY]
+    landings.validate()
+    assert (landings.lent_bytes, landings.claimed_bytes, landings.stranded_bytes) == (0, 0, 0)
+    assert landings.may_claim(4 * BODY)
+
+
 def test_nobody_ends_a_landing_of_somebody_else() -> None:
     landings = Landings(1 << 20)
     landing = landings.open(1, BODY, {7: [0]}, {7: "a"}, 0.0)
@@ -112,6 +129,12 @@ class Model(RuleBasedStateMachine):
         assert set(ended.stranded) == writable
         assert not set(ended.free) & writable
         self.free |= set(ended.free)
+
+    @rule(link=st.integers(0, 2))
+    def fenced_late(self, link: int) -> None:
+        freed = self.landings.fenced(link)
+        assert not self.free & set(freed)
+        self.free |= set(freed)
 
     @rule(step=st.floats(0, KEEP_S))
     def wait(self, step: float) -> None:

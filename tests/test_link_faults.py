@@ -10,6 +10,7 @@ import time
 import pytest
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.node import links
 from hicache_mooncake.node.service import Node
 from hicache_mooncake.transfer import tcp
 from tests.conftest import wait_until
@@ -130,7 +131,7 @@ def test_what_is_cleared_while_it_comes_is_not_stored(pair: MakePair, faults: Fa
 
 @pytest.mark.fault(
     "a link cannot be ended, and goes on writing",
-    sees="nothing: its room is not used again before the node starts anew (`quarantined_bytes`) (deadline 7.5 s here)",
+    sees="nothing: its room is set aside until it can be ended, or the next start (`quarantined_bytes`) (deadline 7.5 s here)",
     part="network",
 )
 def test_room_of_a_link_that_cannot_be_ended_is_never_used_again(pair: MakePair, faults: Faults) -> None:
@@ -150,6 +151,77 @@ def test_room_of_a_link_that_cannot_be_ended_is_never_used_again(pair: MakePair,
     assert figure(linked.b, "link_fences_failed") == 1
     with linked.b.lock:
         linked.b.store.validate()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_room_of_a_link_comes_back_when_it_can_be_ended_after_all(
+    pair: MakePair, faults: Faults, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(links, "_END_AGAIN_S", 0.1)
+    linked = Linked(pair(opener(faults)), faults, shared=shared, deadline_s=7.5)
+    used = figure(linked.b, "used_bytes")
+    faults.unstoppable = True
+    thread, got = linked.load_aside()
+    thread.join(LONG_S)
+    assert got == [ALL]
+    wait_until(lambda: figure(linked.b, "quarantined_bytes") == COUNT * PAGE, LONG_S, "its room is set aside")
+    time.sleep(0.5)
+    assert figure(linked.b, "quarantined_bytes") == COUNT * PAGE
+    faults.unstoppable = False
+    wait_until(lambda: figure(linked.b, "quarantined_bytes") == 0, LONG_S, "its room comes back")
+    assert figure(linked.b, "used_bytes") == used
+    faults.gate.set()
+    nothing_lent(linked.b)
+    linked.both.link_up(linked.reader, linked.both.stored(linked.writer, linked.reader, "another"))
+
+
+@pytest.mark.fault(
+    "the end of a link does not return: its driver hangs",
+    sees="nothing: pages come by tcp, and the room is set aside (`quarantined_bytes`) until it returns (deadline 7.5 s here)",
+    part="network",
+)
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_a_link_whose_end_does_not_return_holds_nobody_up(
+    pair: MakePair, faults: Faults, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    monkeypatch.setattr(links, "_FENCE_S", 0.3)
+    linked = Linked(pair(opener(faults)), faults, shared=shared, deadline_s=7.5)
+    used = figure(linked.b, "used_bytes")
+    faults.stuck.clear()
+    try:
+        thread, got = linked.load_aside()
+        thread.join(LONG_S)
+        assert got == [ALL]
+        wait_until(lambda: figure(linked.b, "quarantined_bytes") == COUNT * PAGE, LONG_S, "its room is set aside")
+        assert figure(linked.b, "link_ends_hanging") == 1
+        assert "hang" in str(linked.b.report()["transport_why"])
+        made = faults.links
+        more = linked.both.stored(linked.writer, linked.reader, *(f"more {i}" for i in range(4)))
+        assert linked.reader.load(NS, more).ok == b"\x01" * 4
+        assert faults.links == made, "no other link meanwhile"
+    finally:
+        faults.stuck.set()
+    faults.gate.set()
+    wait_until(lambda: figure(linked.b, "quarantined_bytes") == 0, LONG_S, "its room comes back")
+    assert figure(linked.b, "link_ends_hanging") == 0
+    nothing_lent(linked.b)
+    if not shared:
+        assert figure(linked.b, "used_bytes") == used
+    linked.both.link_up(linked.reader, linked.both.stored(linked.writer, linked.reader, "another"))
+
+
+def test_a_node_ends_while_the_end_of_a_link_does_not_return(
+    pair: MakePair, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_FENCE_S", 0.3)
+    monkeypatch.setattr(links, "_MAKE_S", 1.0)
+    linked = Linked(pair(opener(faults)), faults)
+    faults.stuck.clear()
+    try:
+        linked.b.stop()
+        assert linked.b.links.unfenced
+    finally:
+        faults.stuck.set()
 
 
 def test_shared_room_of_a_link_that_cannot_be_ended_is_neither_stored_nor_free(pair: MakePair, faults: Faults) -> None:

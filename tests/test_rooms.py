@@ -48,6 +48,9 @@ class FakeLinks:
     def give_up(self, why: str) -> None:
         self.gave_up = why
 
+    def resume(self) -> None:
+        self.gave_up = ""
+
 
 class FakeNode:
     def __init__(self, capacity: int = 64 * BODY) -> None:
@@ -156,3 +159,41 @@ def test_room_that_cannot_be_fenced_is_lost_and_links_with_it_when_it_is_much() 
     assert node.core.commit(1, txn, b"\x01" * 3, [1, 2, 3]) == bytes(3)
     assert node.lent == 5
     assert node.links.gave_up
+
+
+def test_room_of_a_link_that_is_ended_after_all_comes_back_and_links_are_used_again() -> None:
+    node = FakeNode()
+    node.links.refuses = True
+    txn, room = node.claim(4)
+    located = node.land([0, 0, 0, 1], peers=[A, B], txn=txn, room=room)
+    node.rooms.landed(1, p.Landed(located.landing))
+    lent = node.land([0, 1], peers=[A, B])
+    node.rooms.landed(1, p.Landed(lent.landing))
+    assert node.links.gave_up
+    assert node.rooms.report()["quarantined_bytes"] == 6 * BODY
+    node.rooms.free(7)
+    assert node.rooms.report()["quarantined_bytes"] == 5 * BODY, "both may have written to the claimed room"
+    node.rooms.free(8)
+    assert node.rooms.report() == {"landing_bytes": 0, "quarantined_bytes": 0}
+    assert node.lent == 0
+    assert not node.links.gave_up
+
+
+def test_a_link_that_is_ended_while_its_room_is_set_aside_leaves_nothing_behind() -> None:
+    node = FakeNode()
+    located = node.land([0, 0], peers=[A])
+    answers = iter((False, True))
+    node.links.fence = lambda *_: next(answers)  # type: ignore[method-assign]
+    node.rooms.landed(1, p.Landed(located.landing))
+    assert node.rooms.report() == {"landing_bytes": 0, "quarantined_bytes": 0}
+    assert node.lent == 0
+
+
+def test_no_more_is_claimed_over_links_than_may_be_lost() -> None:
+    node = FakeNode()
+    for count, linked in ((5, True), (4, False), (3, True), (1, False)):
+        hashes = b"".join(bytes([count, i]) * 16 for i in range(count))
+        txn, _, room = node.core.store.claim(1, NS, hashes, BODY, 0.0)
+        located = node.land([0] * count, peers=[A], txn=txn, room=room)
+        assert (located.landing != 0, any(located.links)) == (linked, linked)
+    assert node.links.users[7] == 2

@@ -528,10 +528,14 @@ def test_a_stranded_reservation_is_neither_stored_nor_free() -> None:
     hashes = bytes(32) + bytes([1]) * 32
     txn, status, _ = store.claim(1, b"n" * 16, hashes, 4096, 0.0)
     assert bytes(status) == bytes([FETCH]) * 2
-    assert store.strand(2, txn) == 0, "it is not this owner's"
-    assert store.strand(1, txn) == 2 * 4096
+    assert store.strand(2, txn) == ([], 0), "it is not this owner's"
+    stranded = store.strand(1, txn)
+    assert (len(stranded.offsets), stranded.size_bytes) == (2, 2 * 4096)
     assert store.commit(1, txn, b"\x01\x01", [1, 2]) == b"\x00\x00"
     assert not store.claimed(b"n" * 16, hashes, 0.0), "others fetch them themselves"
     store.drop_owner(1)
     assert (store.objects, store.used_bytes) == (0, 2 * 4096)
+    store.validate()
+    store.take_back(stranded.offsets)
+    assert store.used_bytes == 0
     store.validate()

@@ -28,7 +28,7 @@ from hicache_mooncake.node.heat import Heat
 from hicache_mooncake.node.link_session import Usage
 from hicache_mooncake.node.placement import Placement
 from hicache_mooncake.node.spill import GiveSteps, Spill
-from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store
+from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store, Stranded
 
 LOOKUP_TIMEOUT_S = 0.5
 STUCK_S = 60.0
@@ -340,9 +340,9 @@ class NodeCore:
             self.replicated += done.count(1)
         return done
 
-    def strand(self, owner: int, txn: int) -> int:
-        """What this transaction reserved is never used again, nor stored: a link that cannot be ended may write to it. Returns
-        how many bytes that is."""
+    def strand(self, owner: int, txn: int) -> Stranded:
+        """What this transaction reserved is not stored: a link that cannot be ended may write to it. It is not used before the
+        store has taken it back."""
         writing = self._writing.get(txn)
         if writing is not None and writing.owner == owner:
             del self._writing[txn]

@@ -290,7 +290,7 @@ class DataServer:
             said_whole = wrote.ok
         finally:
             if not said_whole and not node.links.fence(push.link, "pages that were given over it did not come whole"):
-                node.rooms.strand(owner, taking.txn)
+                node.rooms.strand(owner, taking.txn, push.link)
         if not said_whole:
             return bytearray(len(taking.offsets))
         whole = bytearray()

@@ -37,6 +37,14 @@ _READY_S = 2.0
 """Who asks for a link while this node still registers its segment waits so long."""
 _REOPEN_S = 60.0
 """A transport that cannot be had is tried again after this time: its card may have come up."""
+_FENCE_S = 3.0
+"""Who ends a link waits no longer for it: its driver may hang."""
+_HANGING_FENCE_S = 0.2
+"""The same while it is known to hang."""
+_END_AGAIN_S = 30.0
+"""A link that could not be ended is tried again after this time."""
+_MOST_UNENDED = 64
+"""With more links that cannot be ended none is made any more."""
 _LOOK_S = 0.2
 _MAX_PEERS_SHOWN = 64
 _MAX_NAME = 256
@@ -62,8 +70,14 @@ class _Held:
     """A link, until nobody uses it any more. `fenced`: whether its end could be had; None before."""
 
     way: Way
+    node: str
     fenced: bool | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while its end is begun and waited for."""
+    tried: threading.Event = field(default_factory=threading.Event)
+    """Its close has returned, or raised `error`."""
+    error: Exception | None = None
+    again_at: float = 0.0
 
 
 class _Unwanted(Exception):
@@ -100,6 +114,10 @@ class Links:
         """Not held while a link is made, ended or written to."""
         self._book = LinkBook(random.Random())
         self._held: dict[int, _Held] = {}
+        self._unended: dict[int, _Held] = {}
+        """Those whose end could not be had, until it is."""
+        self._sending: dict[object, tuple[int, float]] = {}
+        """What is being written: the link, and by when that ends."""
         self._ready = threading.Event()
         """The transport is there, or it is known that there is none."""
         self._opening = threading.Lock()
@@ -112,6 +130,8 @@ class Links:
         self._given_up = False
         self.looked: Callable[[], None] = lambda: None
         """Called some times a second while there is a transport; set it before `start`."""
+        self.ended_late: Callable[[int], None] = lambda link_id: None
+        """Called for a link whose `fence` has failed: nothing of it lands any more now. Set it before `start`."""
         self.unfenced = False
         """After `stop`: something may still write to the segment, which must stay where it is."""
 
@@ -130,19 +150,24 @@ class Links:
             self._stopped = True
             held = list(self._held)
         self._stopping.set()
+        until = time.monotonic() + 2 * _FENCE_S
         for link_id in held:
-            self.unfenced |= not self.fence(link_id, "this node ends")
-        if not self._opening.acquire(timeout=_MAKE_S):
-            self.unfenced = True  # the segment is being registered just now
-            return
-        try:
-            if self._transport is not None:
-                self._transport.close()
-        except Exception as error:
-            self.unfenced = True
-            log.error("the %s transport could not be closed: %s", self._scheme, error)
-        finally:
-            self._opening.release()
+            self.unfenced |= not self.fence(link_id, "this node ends", until)
+        with self._lock:
+            self.unfenced |= bool(self._unended) or (self._unfenced > 0 and not self._fences_kept)
+        closing = threading.Thread(target=self._close_transport, name="links end", daemon=True)
+        closing.start()
+        closing.join(_MAKE_S)
+        self.unfenced |= closing.is_alive()  # the segment is being registered just now, or a driver hangs
+
+    def _close_transport(self) -> None:
+        with self._opening:
+            try:
+                if self._transport is not None:
+                    self._transport.close()
+            except Exception as error:
+                self.unfenced = True
+                log.error("the %s transport could not be closed: %s", self._scheme, error)
 
     def _run(self) -> None:
         while not self._stopping.is_set() and self._open_again():
@@ -190,11 +215,18 @@ class Links:
         with self._lock:
             up = [(link_id, held) for link_id, held in self._held.items() if held.fenced is None]
             idle = self._book.idle(now)
+            overdue = {link_id for link_id, until in self._sending.values() if now > until + _FENCE_S}
+            failed = [held for held in self._unended.values() if held.fenced is False and held.tried.is_set()]
+            again = [held for held in failed if now >= held.again_at]
         for link_id, held in up:
             if not held.way.link.alive:
                 self.fence(link_id, "it has died")
         for link_id in idle:
             self.fence(link_id, "nobody used it")
+        for link_id in overdue:
+            self.fence(link_id, "what was written over it did not end in its time")
+        for held in again:
+            self._begin_end(held)
         with self._lock:
             for link_id in self._book.forget():
                 self._held.pop(link_id, None)
@@ -205,6 +237,27 @@ class Links:
         """There is a transport that links are made by."""
         return self._transport is not None
 
+    @property
+    def _hanging(self) -> int:
+        """Ends of links that do not return: their transport is not touched meanwhile, since it may hang as a whole. Under the
+        lock."""
+        return sum(held.fenced is False and not held.tried.is_set() for held in self._unended.values())
+
+    @property
+    def _fences_kept(self) -> bool:
+        return self._transport is not None and self._transport.fences
+
+    @property
+    def _unusable(self) -> str:
+        """Why no link is made or used now. Under the lock."""
+        if self._given_up:
+            return self._why_not
+        if self._hanging:
+            return f"{self._hanging} links do not come to an end: the driver of a device may hang"
+        if len(self._unended) > _MOST_UNENDED:
+            return f"{len(self._unended)} links could not be ended"
+        return ""
+
     # ------------------------------------------------------------------ making links
 
     def link_to(self, peer: p.Peer) -> int:
@@ -214,7 +267,7 @@ class Links:
             return 0
         now = time.monotonic()
         with self._lock:
-            if self._stopped or self._given_up:
+            if self._stopped or self._unusable:
                 return 0
             found = self._book.link_to(peer.node, peer.incarnation, now)
             if found:
@@ -296,7 +349,9 @@ class Links:
         if not problem:
             with self._lock:
                 problem = (
-                    "this node ends" if self._stopped else self._book.accept(asked.id, asked.requester, asked.incarnation, now)
+                    "this node ends"
+                    if self._stopped
+                    else self._unusable or self._book.accept(asked.id, asked.requester, asked.incarnation, now)
                 )
         if problem:
             tcp.send_message(sock, p.Refused(f"node {node.name} makes no link: {problem}"))
@@ -342,7 +397,7 @@ class Links:
     def _stands(self, link_id: int, peer: str, link: Link, address: int, length: int) -> None:
         way = Way(link_id, link, self._node.segment.address, address, length)
         with self._lock:
-            self._held[link_id] = _Held(way)
+            self._held[link_id] = _Held(way, peer)
             former = self._book.up(link_id, time.monotonic())
             self._made += 1
             if self._stopped:
@@ -353,9 +408,9 @@ class Links:
 
     # ------------------------------------------------------------------ ends
 
-    def fence(self, link_id: int, why: str) -> bool:
-        """End a link that is in use. True: nothing of it lands in the segment any more. False: that cannot be had, and the room
-        that it may write to must not be used again."""
+    def fence(self, link_id: int, why: str, until: float | None = None) -> bool:
+        """End a link that is in use. True: nothing of it lands in the segment any more. False: that cannot be had, or not soon,
+        and the room that it may write to must not be used again before `ended_late` names it."""
         with self._lock:
             held = self._held.get(link_id)
         if held is None:
@@ -363,30 +418,70 @@ class Links:
         with held.lock:
             if held.fenced is not None:
                 return held.fenced
-            assert self._transport is not None
-            fenced = self._transport.fences
-            try:
-                held.way.link.close()
-            except Exception as error:  # whatever it is, somebody waits for the end, and nothing is known of it
-                fenced = False
-                why += f", and could not be ended: {error}"
-                if not isinstance(error, TransportError):
-                    log.exception("the %s transport failed to end a link. Please report this", self._scheme)
-            held.fenced = fenced
             with self._lock:
+                self._book.down(link_id, time.monotonic(), why)
+                patience = _HANGING_FENCE_S if self._hanging else _FENCE_S
+            self._begin_end(held)
+            held.tried.wait(patience if until is None else max(0.0, until - time.monotonic()))
+            with self._lock:
+                fenced = held.fenced = self._fences_kept and held.tried.is_set() and held.error is None
+                problem = f"could not be ended: {held.error}" if held.error is not None else "its end does not return"
+                told = why if fenced or not self._fences_kept else f"{why}; {problem}"
                 self._fences += 1
                 self._unfenced += not fenced
-                entry = self._book.find(link_id)
-                node = entry.node if entry is not None else ""
-                self._book.down(link_id, time.monotonic(), why)
-        self._quiet(logging.INFO, f"end {node}", f"the {self._scheme} link to node {node} has been ended: {why}")
+        self._quiet(logging.INFO, f"end {held.node}", f"the {self._scheme} link to node {held.node} has been ended: {told}")
         return fenced
 
+    def _begin_end(self, held: _Held) -> None:
+        """On a thread of its own, which is left alone where it does not return."""
+        with self._lock:
+            self._unended[held.way.id] = held
+            held.tried.clear()
+        try:
+            threading.Thread(target=self._end, args=(held,), name=f"link {held.node} ends", daemon=True).start()
+        except RuntimeError as error:  # no more threads for this user or container
+            self._tried(held, error)
+
+    def _end(self, held: _Held) -> None:
+        error: Exception | None = None
+        try:
+            held.way.link.close()
+        except Exception as raised:  # whatever it is, somebody waits for the end, and nothing is known of it
+            error = raised
+            if not isinstance(raised, TransportError):
+                self._quiet(
+                    logging.ERROR,
+                    "close",
+                    f"the {self._scheme} transport failed to end a link. Please report this",
+                    exc_info=True,
+                )
+        self._tried(held, error)
+
+    def _tried(self, held: _Held, error: Exception | None) -> None:
+        with self._lock:
+            held.error = error
+            held.again_at = time.monotonic() + _END_AGAIN_S
+            held.tried.set()
+            if error is None or not self._fences_kept:
+                self._unended.pop(held.way.id, None)
+            late = error is None and self._fences_kept and held.fenced is False
+            if late:
+                held.fenced = True
+        if late:
+            log.info("the %s link to node %s has come to its end after all", self._scheme, held.node)
+            self.ended_late(held.way.id)
+
     def give_up(self, why: str) -> None:
-        """Links do more harm than good: none is used any more before the node starts anew."""
+        """Links do more harm than good: none is used any more before `resume`."""
         with self._lock:
             self._given_up = True
             self._why_not = why
+
+    def resume(self) -> None:
+        with self._lock:
+            if self._given_up:
+                self._given_up = False
+                self._why_not = ""
 
     # ------------------------------------------------------------------ what goes over them
 
@@ -397,9 +492,12 @@ class Links:
         cannot be."""
         if not self.begin(link_id, peer):
             return Sent.NOTHING
+        me = object()
         try:
             way = self._held[link_id].way
             pieces = pieces_of(way, offsets, places, length)
+            with self._lock:
+                self._sending[me] = link_id, deadline
             sent, error = write(way, pieces, deadline) if pieces else (Sent.WHOLE, None)
             if error is None:
                 with self._lock:
@@ -408,6 +506,8 @@ class Links:
                 self.fence(link_id, f"{error.reason}: {error}")
             return sent
         finally:
+            with self._lock:
+                self._sending.pop(me, None)
             self.done(link_id)
 
     def begin(self, link_id: int, peer: str) -> bool:
@@ -415,7 +515,7 @@ class Links:
         that is up."""
         with self._lock:
             entry = self._book.find(link_id)
-            known = entry is not None and entry.node == peer and not self._given_up
+            known = entry is not None and entry.node == peer and not self._unusable
             return known and self._book.use(link_id, time.monotonic())
 
     def done(self, link_id: int) -> None:
@@ -433,20 +533,22 @@ class Links:
         with self._lock:
             report: dict[str, int | float | str | bool] = {
                 "transport": self._scheme if self._transport is not None else "tcp",
-                "transport_why": self._why_not,
+                "transport_why": self._why_not or self._unusable,
                 "links": self._book.count(State.UP),
                 "links_making": self._book.count(State.MAKING),
                 "links_made": self._made,
                 "links_failed": self._failed,
                 "link_fences": self._fences,
                 "link_fences_failed": self._unfenced,
+                "link_ends_hanging": self._hanging,
                 "link_sent_bytes": self._sent_bytes,
                 "link_received_bytes": self._received_bytes,
             }
             for view in self._book.views(_MAX_PEERS_SHOWN):
                 how = f"{self._scheme} {view.state}"
                 report[f"peer {view.node}"] = f"{how}; tcp is used: {view.why}" if view.state != State.UP.value else how
-        if self._transport is not None:
+            touchable = self._transport is not None and not self._hanging
+        if self._transport is not None and touchable:
             with contextlib.suppress(TransportError):
                 report |= {f"{self._scheme} {key}": value for key, value in self._transport.report().items()}
         return report

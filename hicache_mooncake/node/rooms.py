@@ -46,7 +46,7 @@ class Rooms:
         """Notified when a landing has ended."""
         self._landings = Landings(node.core.store.allocator.capacity // _SHARE)
         self._window = Window(window_bytes)
-        self._claims_stranded_bytes = 0
+        self._given_up = False
         self._quiet = QuietLog(log)
 
     def land(self, owner: int, asked: p.Locate, located: p.Located) -> p.Located:
@@ -81,6 +81,7 @@ class Rooms:
         lent: dict[int, list[int]] = {}
         nodes: dict[int, str] = {}
         claimed: set[int] = set()
+        claimed_bytes = 0
         with self._lock:
             if not self._landings.may_open(owner):
                 return located
@@ -97,17 +98,23 @@ class Rooms:
                     offsets = self._node.core.store.lend(length, granted)
                 self._window.give_back(node, owner, size, granted - len(offsets))
                 left -= len(offsets)
-                for key, offset in [*zip(keys, offsets, strict=False), *claims.get(index, [])]:
+                of_claims = claims.get(index, [])
+                if of_claims and self._landings.may_claim(claimed_bytes + size * len(of_claims)):
+                    claimed_bytes += size * len(of_claims)
+                    claimed.add(link)
+                else:
+                    of_claims = []
+                for key, offset in [*zip(keys, offsets, strict=False), *of_claims]:
                     places[key] = offset
                 lent.setdefault(link, []).extend(offsets)
-                if index in claims:
-                    claimed.add(link)
             for link in [link for link in nodes if not lent[link] and link not in claimed]:
                 self._links.done(link)
                 links = [0 if each == link else each for each in links]
             if not any(links):
                 return located
-            landing = self._landings.open(owner, size, lent, nodes, now, txn=located.txn, claimed=claimed)
+            landing = self._landings.open(
+                owner, size, lent, nodes, now, txn=located.txn, claimed=claimed, claimed_bytes=claimed_bytes
+            )
         return msgspec.structs.replace(located, links=links, landing=landing.id, places=places)
 
     def landed(self, owner: int, message: p.Landed) -> None:
@@ -144,26 +151,40 @@ class Rooms:
     def _end(self, landing: Landing, fence: set[int]) -> None:
         """Fence these links, and give the room back."""
         refused = {link for link in fence if not self._links.fence(link, "a load over it did not come to its end")}
-        stranded = 0
         with self._lock, self._node.lock:
             if refused & landing.claimed:
-                stranded = self._node.core.strand(landing.owner, landing.txn)
-            self._claims_stranded_bytes += stranded
+                lost = self._node.core.strand(landing.owner, landing.txn)
+                self._landings.strand(refused & landing.claimed, *lost)
             ended = self._landings.ended(landing, refused)
             self._node.core.store.take_back(ended.free)
             for link, places in landing.places.items():
                 self._window.give_back(landing.nodes[link], landing.owner, landing.length, len(places))
             self._settled.notify_all()
+        for link in refused:
+            self._look_again(link)
         for link in landing.links:
             self._links.done(link)
-        if stranded or ended.stranded:
-            self._tell_stranded()
 
-    def strand(self, owner: int, txn: int) -> None:
+    def strand(self, owner: int, txn: int, link: int) -> None:
         """The same of pushed pages, whose link could not be ended."""
         with self._lock, self._node.lock:
-            self._claims_stranded_bytes += self._node.core.strand(owner, txn)
-        self._tell_stranded()
+            self._landings.strand({link}, *self._node.core.strand(owner, txn))
+        self._look_again(link)
+
+    def _look_again(self, link: int) -> None:
+        """Its end may have come while its room was set aside."""
+        if self._links.fence(link, ""):
+            self.free(link)
+        else:
+            self._tell_stranded()
+
+    def free(self, link: int) -> None:
+        """This link has been ended after all: nothing writes any more to what was set aside for it."""
+        with self._lock, self._node.lock:
+            self._node.core.store.take_back(self._landings.fenced(link))
+            if self._given_up and not self._too_much:
+                self._given_up = False
+                self._links.resume()
 
     def expire(self) -> None:
         """Ends what is waited for too long."""
@@ -177,20 +198,21 @@ class Rooms:
     def report(self) -> dict[str, int | float | str | bool]:
         with self._lock:
             return {
-                "landing_bytes": self._landings.lent_bytes - self._landings.stranded_bytes,
-                "quarantined_bytes": self._stranded(),
+                "landing_bytes": self._landings.landing_bytes,
+                "quarantined_bytes": self._landings.stranded_bytes,
             }
 
     def _tell_stranded(self) -> None:
         with self._lock:
-            lost = self._stranded()
-        text = (
-            f"{lost} bytes of the segment are not used any more until this node is started anew: links could not be ended, "
-            "and may still write there"
-        )
+            text = (
+                f"{self._landings.stranded_bytes} bytes of the segment are not used: links could not be ended, and may still "
+                "write there. They come back when a link's end does, else when this node is started anew"
+            )
+            if self._too_much:
+                self._given_up = True
+                self._links.give_up(text)
         self._quiet(logging.WARNING, "stranded", text)
-        if lost > self._landings.most_bytes // 2:
-            self._links.give_up(text)
 
-    def _stranded(self) -> int:
-        return self._landings.stranded_bytes + self._claims_stranded_bytes
+    @property
+    def _too_much(self) -> bool:
+        return self._landings.stranded_bytes > self._landings.most_bytes // 2

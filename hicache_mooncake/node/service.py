@@ -112,6 +112,7 @@ class Node:
         self.links = Links(self)
         self.rooms = Rooms(self, settings.max_in_flight)
         self.links.looked = self.rooms.expire
+        self.links.ended_late = self.rooms.free
         self.giver = Giver(self)
         self.started_at = time.monotonic()
         self._joined_at = self.started_at

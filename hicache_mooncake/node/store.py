@@ -20,6 +20,7 @@ import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -38,6 +39,13 @@ _EVICTED = (REPLICA, GUEST, OWN)
 
 _GRANULE_BITS = 40
 _GRANULES = (1 << _GRANULE_BITS) - 1
+
+
+class Stranded(NamedTuple):
+    """Room that something may be writing to."""
+
+    offsets: list[int]
+    size_bytes: int
 
 
 class Home:
@@ -537,12 +545,12 @@ class Store:
                 self.allocator.free(offset, reservation.length)
             self.stats.abandoned += len(reservation.offsets)
 
-    def strand(self, owner: int, txn: int) -> int:
-        """A reservation of this owner is over and its room is never used again: something may still be writing to it. Returns
-        how many bytes that is."""
+    def strand(self, owner: int, txn: int) -> Stranded:
+        """A reservation of this owner is over, and its room is not used before `take_back`: something may still be writing to
+        it."""
         reservation = self._reservations.get(txn)
         if reservation is None or reservation.owner != owner:
-            return 0
+            return Stranded([], 0)
         del self._reservations[txn]
         self._reserved -= len(reservation.offsets)
         self._let_go(owner, txn)
@@ -551,7 +559,7 @@ class Store:
             self._not_written(page)
         self._lent |= dict.fromkeys(reservation.offsets, reservation.length)
         self.stats.abandoned += len(reservation.offsets)
-        return blocks_of(reservation.length) * len(reservation.offsets)
+        return Stranded(list(reservation.offsets), blocks_of(reservation.length) * len(reservation.offsets))
 
     def lend(self, length: int, count: int) -> list[int]:
         """Offsets of up to `count` bodies that are no objects, of what is free: nothing is evicted. Until `take_back`."""
@@ -560,7 +568,7 @@ class Store:
         return offsets
 
     def take_back(self, offsets: Iterable[int]) -> None:
-        """What `lend` gave. Nothing writes to it any more."""
+        """What `lend` gave, or `strand` kept. Nothing writes to it any more."""
         for offset in offsets:
             self.allocator.free(offset, self._lent.pop(offset))
 
