@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client import copies as copies_module
 from hicache_mooncake.client.batch import Batch
 from hicache_mooncake.client.client import Body, PoolClient
-from hicache_mooncake.client.copies import LARGE_BYTES, Copies, threads_for
+from hicache_mooncake.client.copies import GROUP_BYTES, LARGE_BYTES, Copies, Copy, threads_for
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.testing.local import page_hash, pattern
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
-from hicache_mooncake.transfer.memory import BodyLayout, MappedMemory
+from hicache_mooncake.transfer.memory import BodyLayout, Group, MappedMemory
 from tests.conftest import NodeProcess
 
 NS = b"n" * 16
@@ -99,24 +100,59 @@ def test_pages_copied_at_once_are_whole(copies: Copies) -> None:
     for i, body in enumerate(bodies):
         engine.view[i * size : (i + 1) * size] = body
 
-    def view(i: int) -> memoryview:
-        return segment.view[i * size : (i + 1) * size]
+    places = [(i, i * size) for i in range(count)]
 
-    def store(i: int) -> int:
-        return memory.store(batch.addresses(i), batch.layout, view(i), segment.address + i * size, batch.seed(i))
+    def copied(copy: Copy) -> list[int | str]:
+        groups = list(copies.pages(copy, batch, segment, places, time.monotonic() + 60))
+        assert [place for group, _ in groups for place in group] == places
+        return [checksum for _, checksums in groups for checksum in checksums]
 
-    def load(i: int) -> int:
-        return memory.load(view(i), segment.address + i * size, batch.addresses(i), batch.layout, batch.seed(i))
-
-    stored = list(copies.each(store, range(count), batch.layout))
-    assert [bytes(view(i)) == body for i, body in enumerate(bodies)] == [True] * count
+    stored = copied(memory.store_pages)
+    assert [bytes(segment.view[i * size : (i + 1) * size]) == body for i, body in enumerate(bodies)] == [True] * count
     engine.view[:] = bytes(engine.length)
-    assert list(copies.each(load, range(count), batch.layout)) == stored
+    assert copied(memory.load_pages) == stored
     assert [bytes(engine.view[i * size : (i + 1) * size]) == body for i, body in enumerate(bodies)] == [True] * count
     memory.close()
     for mapping, fd in ((engine, fds[0]), (segment, fds[1])):
         mapping.close()
         os.close(fd)
+
+
+class Clock:
+    """Time that goes on when a page is copied."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("size", [GROUP_BYTES // 4, LARGE_BYTES], ids=["small", "at once"])
+def test_after_the_deadline_no_group_is_begun(copies: Copies, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    clock = Clock()
+    monkeypatch.setattr(copies_module, "time", clock)
+    fd = create_memfd("segment", 1 << 12)
+    segment = Mapping(fd, 1 << 12, writable=True)
+    count = 12
+    job = p.Transfer("load", NS, b"".join(map(page_hash, range(count))), [p.Run(0, size, size)], bytes(8 * count), 1.0)
+    asked: list[int] = []
+
+    def copy(group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+        for offset in group.offsets:
+            clock.now += 1.0
+            asked.append(offset)
+            yield None if offset == 1 else offset
+
+    places = [(i, i) for i in range(count)]
+    done = [why for _, group in copies.pages(copy, Batch(job), segment, places, 5.5) for why in group]
+    assert sorted(asked) == [i for i, why in enumerate(done) if why != "deadline"], "what is told of was copied, and no more"
+    assert done[1] == "engine_memory"
+    assert done[-1] == "deadline"
+    assert len(asked) < 6 + 4, "the group that was under way, or a page of each of the threads"
+    assert list(copies.pages(copy, Batch(job), segment, [], 99.0)) == []
+    segment.close()
+    os.close(fd)
 
 
 def test_a_rank_with_copy_threads_gets_what_it_stored(start_node: Callable[..., NodeProcess]) -> None:

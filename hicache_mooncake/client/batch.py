@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hicache_mooncake import protocol as p
 from hicache_mooncake.keys import checksum_seeds
 from hicache_mooncake.transfer.mapping import Mapping
-from hicache_mooncake.transfer.memory import BodyLayout
+from hicache_mooncake.transfer.memory import BodyLayout, Group
 
 _MAX_BODY_BYTES = 4 << 30
 _MAX_DIMS = 8
@@ -57,6 +57,18 @@ class Batch:
             return self._addresses[i * runs : (i + 1) * runs]
         page = self._pages[i]
         return [address + page * stride for address, stride in self._places]
+
+    def group(self, places: Sequence[tuple[int, ...]]) -> Group:
+        """These pages, as (page, offset in the segment, ...), to be copied by one call."""
+        numbers = [place[0] for place in places]
+        return Group([place[1] for place in places], self._columns(numbers), [self._seeds[i] for i in numbers])
+
+    def _columns(self, numbers: Sequence[int]) -> list[list[int]]:
+        if self._addresses:
+            runs = len(self.job.runs)
+            return [[self._addresses[i * runs + run] for i in numbers] for run in range(runs)]
+        pages = [self._pages[i] for i in numbers]
+        return [[address + page * stride for page in pages] for address, stride in self._places]
 
 
 def _check_run(run: p.Run) -> None:

@@ -7,20 +7,29 @@ way any more, and a mover that is killed takes them along.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from hicache_mooncake.transfer.memory import BodyLayout
+from hicache_mooncake.client.batch import Batch
+from hicache_mooncake.transfer.mapping import Mapping
+from hicache_mooncake.transfer.memory import BodyLayout, Group
 
+GROUP_BYTES = 1 << 20
+"""Pages are copied so many bytes at a time: between two groups the deadline is looked at, and whatever else there is."""
 LARGE_BYTES = 1 << 20
 """Of smaller pages handing over costs more than it brings."""
 _CORES_A_THREAD, _MOST = 4, 4
 """Unless the operator says otherwise: movers of eight ranks may copy at once, beside the engine."""
 _START_S = 10.0
 
+Copy = Callable[[Group, BodyLayout, Mapping], Iterator[int | None]]
+"""`EngineMemory.store_pages` or `load_pages`."""
+_Place = TypeVar("_Place", bound=tuple[int, ...])
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -40,10 +49,35 @@ class Copies:
         self._threads = 0
         """0: not decided yet."""
 
+    def pages(
+        self,
+        copy: Copy,
+        batch: Batch,
+        segment: Mapping,
+        places: Sequence[_Place],
+        deadline: float,
+    ) -> Iterator[tuple[Sequence[_Place], list[int | str]]]:
+        """Pages, as (page, offset in the segment, ...): yields them group by group, in order, with the checksum of each, or why
+        there is none."""
+        if not places:
+            return iter(())
+        at_once = max(1, GROUP_BYTES // batch.body_bytes)
+        groups = [places[first : first + at_once] for first in range(0, len(places), at_once)]
+        layout = batch.layout
+        in_turn = None if self._aside(len(groups), layout) else copy(batch.group(places), layout, segment)
+
+        def copied(group: Sequence[_Place]) -> list[int | str]:
+            if time.monotonic() > deadline:
+                return ["deadline"] * len(group)
+            checksums = copy(batch.group(group), layout, segment) if in_turn is None else itertools.islice(in_turn, len(group))
+            return ["engine_memory" if checksum is None else checksum for checksum in checksums]
+
+        return zip(groups, self.each(copied, groups, layout), strict=True)
+
     def each(self, work: Callable[[_Item], _Result], items: Sequence[_Item], layout: BodyLayout) -> Iterator[_Result]:
         """What `work` returns for each item, in order; with large pages it runs on several threads at once and must not raise.
         Whoever stops going through it stops the rest: what had begun has ended when it is closed."""
-        if len(items) < 2 or layout.length < LARGE_BYTES or layout.strided or not self._several():
+        if not self._aside(len(items), layout):
             yield from map(work, items)
             return
         assert self._pool is not None
@@ -55,6 +89,10 @@ class Copies:
             for future in futures:
                 future.cancel()
             wait(futures)
+
+    def _aside(self, count: int, layout: BodyLayout) -> bool:
+        """Whether so many items are given to the threads."""
+        return count > 1 and layout.length >= LARGE_BYTES and not layout.strided and self._several()
 
     def close(self) -> None:
         if self._pool is not None:

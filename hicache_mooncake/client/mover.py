@@ -286,28 +286,17 @@ class Mover:
         """Pages that are here, as (page, offset, checksum): how many came whole, and the hashes of those that are damaged."""
         loaded = 0
         bad = bytearray()
-
-        def copy(page: tuple[int, int, int]) -> int | str:
-            """The checksum of what arrived, or why nothing did."""
-            i, offset, _ = page
-            if time.monotonic() > deadline:
-                return "deadline"
-            body = segment.view[offset : offset + batch.body_bytes]
-            try:
-                return self.memory.load(body, segment.address + offset, batch.addresses(i), batch.layout, batch.seed(i))
-            except EngineMemoryError:
-                return "engine_memory"
-
-        for (i, _, checksum), arrived in zip(local, self._copies.each(copy, local, batch.layout), strict=True):
+        for pages, copied in self._copies.pages(self.memory.load_pages, batch, segment, local, deadline):
             reads.poke()
-            if isinstance(arrived, str):
-                reasons[arrived] += 1
-            elif arrived == checksum:
-                ok[i] = 1
-                loaded += 1
-            else:
-                reasons["checksum"] += 1
-                bad += batch.job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES]
+            for (i, _, checksum), arrived in zip(pages, copied, strict=True):
+                if arrived == checksum:
+                    ok[i] = 1
+                    loaded += 1
+                elif isinstance(arrived, str):
+                    reasons[arrived] += 1
+                else:
+                    reasons["checksum"] += 1
+                    bad += batch.job.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES]
         return loaded, bytes(bad)
 
     def _ask_siblings(

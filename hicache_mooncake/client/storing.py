@@ -13,7 +13,7 @@ from hicache_mooncake.client.batch import Batch
 from hicache_mooncake.client.copies import Copies
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.transfer.mapping import Mapping
-from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError
+from hicache_mooncake.transfer.memory import EngineMemory
 
 _NO_ROOM_RETRIES_S = (0.01, 0.03)
 _STORE_PARTS = (0.25, 0.5, 0.25)
@@ -163,19 +163,9 @@ class Storing:
         deadline: float,
     ) -> tuple[bytes, list[int]]:
         """Pages as (page, offset), from the engine to the segment: which came whole, and the checksums."""
-
-        def copy(page: tuple[int, int]) -> int | str:
-            """The checksum, or why there is nothing."""
-            i, offset = page
-            if time.monotonic() > deadline:
-                return "deadline"
-            body = segment.view[offset : offset + batch.body_bytes]
-            try:
-                return memory.store(batch.addresses(i), batch.layout, body, segment.address + offset, batch.seed(i))
-            except EngineMemoryError:
-                return "engine_memory"
-
-        copied = list(self._copies.each(copy, places, batch.layout))
+        copied: list[int | str] = []
+        for _, group in self._copies.pages(memory.store_pages, batch, segment, places, deadline):
+            copied += group
         reasons.update(why for why in copied if isinstance(why, str))
         whole = bytes(not isinstance(checksum, str) for checksum in copied)
         return whole, [0 if isinstance(checksum, str) else checksum for checksum in copied]

@@ -145,6 +145,16 @@ def _packed(buffer: Any, part: Part) -> Any:
     return numpy.ndarray(part.shape, _void(part.piece), buffer)
 
 
+class Group(NamedTuple):
+    """Pages of one layout that are copied by one call."""
+
+    offsets: Sequence[int]
+    """Where the body of each begins in the segment."""
+    addresses: Sequence[Sequence[int]]
+    """For each run, where it begins in the engine: of all pages."""
+    seeds: Sequence[int]
+
+
 Source = Callable[[list[memoryview]], int]
 """Receives into buffers, as many bytes as come before its deadline, and says how many: 0 when the peer has closed."""
 
@@ -163,6 +173,13 @@ class EngineMemory(Protocol):
     def load(self, source: memoryview, source_address: int, addresses: Sequence[int], layout: BodyLayout, seed: int) -> int:
         """Segment -> engine. Returns xxh3-64 of what arrived."""
 
+    def store_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+        """`store` of several pages: each is copied when its checksum is asked for. None for one that raised EngineMemoryError,
+        which is no matter of the others."""
+
+    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+        """The same for `load`."""
+
     def receiving(
         self, pages: Sequence[Sequence[int]], layout: BodyLayout, seeds: Sequence[int]
     ) -> Iterator[list[memoryview] | int]:
@@ -172,8 +189,16 @@ class EngineMemory(Protocol):
     def close(self) -> None: ...
 
 
-class _Receives(abc.ABC):
-    """`receive` for an EngineMemory."""
+class _Common(abc.ABC):
+    """What an EngineMemory can do by its other calls: `receive`, and several pages one after the other."""
+
+    @abc.abstractmethod
+    def store(
+        self, addresses: Sequence[int], layout: BodyLayout, target: memoryview, target_address: int, seed: int
+    ) -> int: ...
+
+    @abc.abstractmethod
+    def load(self, source: memoryview, source_address: int, addresses: Sequence[int], layout: BodyLayout, seed: int) -> int: ...
 
     @abc.abstractmethod
     def receiving(
@@ -191,6 +216,30 @@ class _Receives(abc.ABC):
             else:
                 fill(source, wanted)
 
+    def store_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+        def store(addresses: Sequence[int], body: memoryview, body_address: int, seed: int) -> int:
+            return self.store(addresses, layout, body, body_address, seed)
+
+        return _one_by_one(store, group, layout, segment)
+
+    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+        def load(addresses: Sequence[int], body: memoryview, body_address: int, seed: int) -> int:
+            return self.load(body, body_address, addresses, layout, seed)
+
+        return _one_by_one(load, group, layout, segment)
+
+
+def _one_by_one(
+    copy: Callable[[Sequence[int], memoryview, int, int], int], group: Group, layout: BodyLayout, segment: Mapping
+) -> Iterator[int | None]:
+    for offset, addresses, seed in zip(group.offsets, zip(*group.addresses, strict=True), group.seeds, strict=True):
+        body = segment.view[offset : offset + layout.length]
+        try:
+            checksum = copy(addresses, body, segment.address + offset, seed)
+        except EngineMemoryError:
+            checksum = None
+        yield checksum
+
 
 def _copy(target: memoryview, source: memoryview) -> None:
     """Without the interpreter lock: several threads copy at once."""
@@ -200,9 +249,55 @@ def _copy(target: memoryview, source: memoryview) -> None:
     ctypes.memmove(here, there, len(source))
 
 
-class MappedMemory(_Receives):
-    """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors. Not thread-safe, but for `store` and
-    `load` of pages without strided runs.
+_Step = tuple[memoryview, int, list[int], int]
+"""A part of all pages of a group: the mapping of engine memory that it is in, with its address here, where each page's begins
+in it, and its size."""
+
+
+def _storing(
+    steps: Sequence[Sequence[_Step]], segment: memoryview, segment_address: int, offsets: Sequence[int], seeds: Sequence[int]
+) -> Iterator[int]:
+    """Engine -> segment. Small pages pay for each line of it, so that nothing is in the loop that could be done before.
+
+    Short copies keep the interpreter lock, which costs less; those of a whole chunk let go of it: several threads copy at once.
+    """
+    for page, (at, seed) in enumerate(zip(offsets, seeds, strict=True)):
+        digest = xxhash.xxh3_64(seed=seed)
+        for group in steps:
+            begin = at
+            for view, address, places, size in group:
+                place = places[page]
+                if size < CHUNK:
+                    segment[at : at + size] = view[place : place + size]
+                else:
+                    ctypes.memmove(segment_address + at, address + place, size)
+                at += size
+            digest.update(segment[begin:at])
+        yield digest.intdigest()
+
+
+def _loading(
+    steps: Sequence[Sequence[_Step]], segment: memoryview, segment_address: int, offsets: Sequence[int], seeds: Sequence[int]
+) -> Iterator[int]:
+    """Segment -> engine, and what arrived is read back."""
+    for page, (at, seed) in enumerate(zip(offsets, seeds, strict=True)):
+        digest = xxhash.xxh3_64(seed=seed)
+        for group in steps:
+            for view, address, places, size in group:
+                place = places[page]
+                there = view[place : place + size]
+                if size < CHUNK:
+                    there[:] = segment[at : at + size]
+                else:
+                    ctypes.memmove(address + place, segment_address + at, size)
+                digest.update(there)
+                at += size
+        yield digest.intdigest()
+
+
+class MappedMemory(_Common):
+    """Regions that came as memfds, mapped here. Owns the mappings, not the descriptors. Not thread-safe, but for copies between
+    it and a segment of pages without strided runs.
 
     Every checksum of a load is of bytes read back from engine memory after the copy, strided ones too. `former`: what was
     mapped before; its mappings of the same files are taken over, and the others closed.
@@ -239,15 +334,19 @@ class MappedMemory(_Receives):
     def _scratch(self) -> memoryview:
         return memoryview(bytearray(STRIDED_CHUNK))
 
-    def _locate(self, address: int, length: int) -> tuple[memoryview, int]:
-        """The view of the mapping that these bytes are in, and where in it they begin."""
+    def _mapping(self, address: int, length: int) -> tuple[Mapping, int]:
+        """The mapping that these bytes are in, and where in it they begin."""
         at = bisect.bisect_right(self._starts, address) - 1
         if at >= 0:
             offset = address - self._starts[at]
             mapping = self._mappings[at]
             if offset + length <= mapping.length:
-                return mapping.view, offset
+                return mapping, offset
         raise EngineMemoryError(f"{length} bytes at {address:#x} are outside the memory shared at attach")
+
+    def _locate(self, address: int, length: int) -> tuple[memoryview, int]:
+        mapping, offset = self._mapping(address, length)
+        return mapping.view, offset
 
     def _check(self, addresses: Sequence[int], layout: BodyLayout) -> None:
         for address, length in zip(addresses, layout.extents, strict=True):
@@ -282,6 +381,42 @@ class MappedMemory(_Receives):
         back = self._scratch[: part.size]
         _packed(back, part)[...] = pieces
         return back
+
+    def _steps(self, group: Group, layout: BodyLayout, segment: Mapping) -> list[list[_Step]] | None:
+        """The parts of a group's pages, as in `gathered`. None for strided pages, and where a run is not in one region for all
+        of them, or in none for some: then they are copied one by one."""
+        if not 0 <= min(group.offsets) <= max(group.offsets) <= segment.length - layout.length:
+            raise ValueError(f"bodies of {layout.length} bytes in {segment.length}, from {min(group.offsets)} on")
+        if layout.strided:
+            return None
+        found: list[tuple[memoryview, int, int]] = []
+        for places, length in zip(group.addresses, layout.extents, strict=True):
+            lowest = min(places)
+            try:
+                mapping, offset = self._mapping(lowest, max(places) - lowest + length)
+            except EngineMemoryError:
+                return None
+            found.append((mapping.view, mapping.address, offset - lowest))
+        steps: list[list[_Step]] = []
+        for parts in layout.gathered:
+            steps.append([])
+            for run, offset, size, _ in parts:
+                view, address, shift = found[run]
+                shift += offset
+                steps[-1].append((view, address, [place + shift for place in group.addresses[run]], size))
+        return steps
+
+    def store_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+        steps = self._steps(group, layout, segment)
+        if steps is None:
+            return super().store_pages(group, layout, segment)
+        return _storing(steps, segment.view, segment.address, group.offsets, group.seeds)
+
+    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+        steps = self._steps(group, layout, segment)
+        if steps is None:
+            return super().load_pages(group, layout, segment)
+        return _loading(steps, segment.view, segment.address, group.offsets, group.seeds)
 
     def store(self, addresses: Sequence[int], layout: BodyLayout, target: memoryview, target_address: int, seed: int) -> int:
         if layout.small:
@@ -388,9 +523,9 @@ for _name in ("process_vm_readv", "process_vm_writev"):
 _MAX_IOV = 512
 
 
-class ForeignMemory(_Receives):
+class ForeignMemory(_Common):
     """Memory of another process, by system call. Needs ptrace rights over it (same user, and Yama where it is on). Not
-    thread-safe, but for `store` and `load` of pages without strided runs.
+    thread-safe, but for copies between it and a segment of pages without strided runs.
 
     The checksum of a load is of the body, read after it was copied: what was written cannot be read back for less than it cost.
     """
