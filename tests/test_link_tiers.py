@@ -10,7 +10,7 @@ from hicache_master.core import MasterCore
 
 from hicache_mooncake.node import link_sources
 from hicache_mooncake.node.link_core import Keys
-from hicache_mooncake.protocol import COLD, DRAM, HASH_BYTES, Snapshot, Update, shard_of
+from hicache_mooncake.protocol import COLD, DRAM, HASH_BYTES, BeatReply, ClearNamespace, Snapshot, Update, shard_of
 from tests.test_link_core import NS, Cold, Net, Node, OldMaster, joined, page_hash, sent
 
 PAGES = range(100)
@@ -143,6 +143,39 @@ def test_changes_of_the_cold_tier_while_a_master_of_today_takes_the_node_in_are_
     net.until(lambda: joined(net), 2)
     net.until(lambda: known(net, "m1") == {("a", COLD, 5)}, 3)
     assert core.stats.gaps == 0
+
+
+def test_a_clear_of_a_large_cold_tier_costs_no_snapshot() -> None:
+    """It forgets bit by bit, long after the masters have forgotten all of it."""
+    net, cold = Net(), Cold()
+    net.master("m1")
+    node = net.node("a", "m1", cold=cold)
+    cold.source.add(*range(10))
+    net.until(lambda: known(net, "m1") == held(node, cold), 3)
+    node.core.clear_namespace(NS)
+    net.until(lambda: not known(net, "m1"), 3)
+    for number in range(10):
+        cold.source.remove(number)
+        net.run(0.5)
+    assert not known(net, "m1")
+    assert node.core.counters["snapshots"] == 1
+
+
+def test_what_a_cold_tier_took_after_a_clear_is_not_forgotten_when_that_is_told_again() -> None:
+    net, cold = Net(), Cold()
+    net.master("m1")
+    node = net.node("a", "m1", cold=cold)
+    net.until(lambda: joined(net), 3)
+    net.loses = lambda name, message: isinstance(message, BeatReply)  # so it does not know whether the clear arrived
+    node.core.clear_namespace(NS)
+    net.run(0.5)
+    cold.source.add(5)
+    net.until(lambda: known(net, "m1") == {("a", COLD, 5)}, 3)
+    net.loses = lambda name, message: False
+    clears = len(sent(net, ClearNamespace))
+    node.core.lost("m1", net.now, "closed the connection")
+    net.until(lambda: joined(net) and len(sent(net, ClearNamespace)) > clears, 3)
+    net.until(lambda: known(net, "m1") == {("a", COLD, 5)}, 3)
 
 
 def test_a_cold_tier_that_fails_does_not_keep_the_dram_from_the_masters() -> None:

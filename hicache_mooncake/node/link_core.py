@@ -41,7 +41,7 @@ from hicache_mooncake.node.link_session import (
     Usage,
 )
 from hicache_mooncake.node.link_sources import Changes, ChangeSource, ColdSource, Keys, Part, begin, cut, tiers_of
-from hicache_mooncake.protocol import DRAM, HASH_BYTES, PROTOCOL_MAX, PROTOCOL_MIN, Leave, Message, Report, Room, Update
+from hicache_mooncake.protocol import COLD, DRAM, HASH_BYTES, PROTOCOL_MAX, PROTOCOL_MIN, Leave, Message, Report, Room, Update
 
 __all__ = [
     "Busy",
@@ -294,6 +294,10 @@ class LinkCore:
             session.validate()
 
     # ------------------------------------------------------------------ what sessions call
+
+    @property
+    def has_cold(self) -> bool:
+        return COLD in self._tiers
 
     def act(self, action: Action) -> None:
         self._actions.append(action)

@@ -135,6 +135,8 @@ class Session:
         self._complained = False
         self._clears: dict[bytes, int] = {}
         """Clears that this master may not have heard of yet: namespace -> beats sent when it was told, 0 before that."""
+        self._repeats_clears = False
+        """Was one of them told before this node joined anew?"""
         self._clears_heard = 0
         """Of those that the master has passed on since we joined: all up to this number."""
 
@@ -368,6 +370,8 @@ class Session:
         self._snapshot_wanted = False
         self._beats_sent = self._beats_answered = self._beats_before_snapshot = self._beat_behind_snapshot = 0
         self._sent_bytes = self.core.usage(now).sent_bytes
+        # The master forgets with it what the cold tier took since, and told of.
+        self._repeats_clears = self.core.has_cold and any(self._clears.values())
         self._clears = dict.fromkeys(self._clears, 0)
         self._clears_heard = 0
         self.push(
@@ -440,7 +444,7 @@ class Session:
         self.refusal = ""
         self.answered_at = now
         self._beat_at = now
-        self._snapshot_wanted = self._snapshot_wanted or message.want_snapshot
+        self._snapshot_wanted = self._snapshot_wanted or message.want_snapshot or self._repeats_clears
         self.core.count("joins")
 
     def _beat_answered(self, message: BeatReply, now: float) -> None:

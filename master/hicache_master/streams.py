@@ -169,12 +169,13 @@ class Streams:
 
     def drop_namespace(self, namespace: bytes, origin: str) -> None:
         """Forget a namespace of every node, since all will clear it, as `origin` has done. What that one is known to hold of it
-        may be from after its clear: it is asked for a snapshot."""
+        in DRAM may be from after its clear: it is asked for a snapshot. In the cold tier it is from before: that forgets in
+        steps and tells so for a long time, and a node that repeats a clear sends a snapshot unasked."""
         stream = self._streams.get(origin)
         newer = False
         if stream is not None:
-            slots = [*stream.slots.values(), *(stream.incoming.slots.values() if stream.incoming is not None else ())]
-            newer = any(self._directory.has(slot, namespace) for slot in slots)
+            known = [stream.slots] if stream.incoming is None else [stream.slots, stream.incoming.slots]
+            newer = any(DRAM in slots and self._directory.has(slots[DRAM], namespace) for slots in known)
         self._directory.drop_namespace(namespace)
         if stream is not None and newer:
             if stream.incoming is not None:
