@@ -128,6 +128,10 @@ class Locate(Message):
     """A mover of a neighbour's asks: only what lies in this node's segment counts, and no master is asked."""
     links: bool = False
     """The asker knows of links, and sends Landed."""
+    recall: bool = False
+    """What a lookup has just learned of other nodes will do: the asker asks again for what does not come by it."""
+    again: bool = False
+    """The same load asks for pages that did not come by a recalled answer: nothing is recalled for it, nor known any more."""
 
 
 MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT = 0, 1, 2, 3, 4, 5
@@ -157,6 +161,8 @@ class Located(Message):
     """Room for pages that come over links, this mover's until Landed; 0: there is none."""
     places: list[int] = []
     """For each key the segment offset that a link may write it to, or -1. Of FETCH keys it is their entry of `room`."""
+    recalled: bool = False
+    """No master was asked: who holds the pages is what a lookup learned a moment ago."""
 
 
 class Peer(Message):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import Admission, Breaker
-from hicache_mooncake.client.remote import Ask, FetchPlan
+from hicache_mooncake.client.remote import Ask, Doubt, FetchPlan
+from hicache_mooncake.transfer.peers import address_of
 
 
 def peer(name: str) -> p.Peer:
@@ -87,6 +88,38 @@ def test_a_page_waits_for_its_second_holder_while_that_one_answers_another_ask()
     plan.arrived(second, 1)
     plan.ended(second)
     assert shape(plan.next(0.0, go)) == {"b": [0]}
+
+
+def test_recalled_holders_have_half_of_the_time_and_what_they_do_not_give_is_no_miss_yet() -> None:
+    plan = FetchPlan(10.0, recalled_until=6.0)
+    for page, holders in {0: [A, B], 1: [A], 2: [C], 3: [C]}.items():
+        plan.add(page, holders)
+    first, alone = plan.next(2.0, go)
+    assert (first.until, alone.until) == (4.0, 6.0), "and a first one half of that"
+    plan.arrived(alone, 2)
+    plan.ended(alone, "engine_memory", final=True)
+    plan.ended(first, "deadline", blame=True)
+    (second,) = plan.next(4.0, go)
+    assert (second.peer.node, second.pages, second.until) == ("b", [0], 6.0)
+    plan.ended(second, "deadline", stay=True)
+    assert plan.next(6.0, go) == []
+    assert plan.done
+    assert plan.reasons == {"engine_memory": 1}, "no holder can help"
+    a = address_of(A)
+    assert plan.doubtful == {0: Doubt("deadline", [a]), 1: Doubt("deadline", [a])}, "b may only be slow"
+    anew = FetchPlan(10.0, before=plan.doubtful)
+    anew.add(0, [A, C])
+    anew.add(1, [A])
+    assert shape(anew.next(6.0, go)) == {"c": [0], "a": [1]}, "who was tried comes last"
+
+
+def test_a_page_that_was_tried_before_keeps_its_reason_when_nobody_may_be_asked() -> None:
+    plan = FetchPlan(10.0, before={0: Doubt("checksum_remote", []), 1: Doubt("gone_remote", [])})
+    plan.add(0, [A])
+    plan.add(1, [B])
+    (ask,) = plan.next(0.0, lambda peer: Admission.NO if peer is A else Admission.GO)
+    plan.ended(ask, "peer_failed", blame=True)
+    assert plan.reasons == {"checksum_remote": 1, "peer_failed": 1}
 
 
 def test_an_open_breaker_passes_the_pages_on_and_blames_nobody() -> None:

@@ -351,6 +351,28 @@ def test_what_a_shell_reports_lost_is_connected_to_anew_at_once() -> None:
     assert node.core.counters["connects"] == 2
 
 
+def test_a_turn_is_when_a_master_came_or_went_or_is_another_one_and_nothing_else() -> None:
+    """Not the tries to reach one that is away: what the other one says goes on to count."""
+    net = Net()
+    net.master("m1")
+    node = net.node("a", "m1", "m2")
+    seen = [node.core.turn]
+
+    def turned() -> bool:
+        seen.append(node.core.turn)
+        return seen[-1] != seen[-2]
+
+    net.until(lambda: node.core.view().masters[0].answers(net.now), 2)
+    assert turned(), "it came"
+    net.run(30)
+    assert not turned()
+    net.master("m1")  # another life at the same address
+    net.run(3)
+    assert turned()
+    node.core.lost("m1", net.now, "closed the connection")
+    assert turned()
+
+
 def test_a_refusal_ends_the_connection_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     net = Net()
     net.master("m1")

@@ -136,6 +136,84 @@ def test_what_an_incomplete_answer_names_still_counts() -> None:
     assert found == p.Found([1], [b"\x01\x00"], "master_down")
 
 
+def found(core: NodeCore, pages: Sequence[bytes], directory: Directory, now: float = 0.0) -> int:
+    answer = handle(core, p.Exists([NS], b"".join(pages)), directory, now=now)
+    assert isinstance(answer, p.Found)
+    return answer.runs[0]
+
+
+def test_a_load_asks_no_master_for_what_its_lookup_has_just_found() -> None:
+    core = make_core()
+    pages = hashes(1, 2, 3, 4)
+    store(core, [pages[0]])
+    assert found(core, pages, Directory({page: [B, C] for page in pages})) == 4
+    away = Directory(away=True)
+    located = locate(core, pages[1:3], away, now=1.0, recall=True)
+    assert [located.peers[at].node for at in located.where] == ["b", "b"]
+    assert [located.peers[at].node for at in located.others] == ["c", "c"]
+    assert (located.recalled, located.reason) == (True, "")
+    assert list(locate(core, pages, away, now=1.0, recall=True).status) == [p.LOCAL, p.REMOTE, p.REMOTE, p.REMOTE]
+    assert core.report(1.0)["lookups_recalled"] == 2
+    for asked, now in (([*pages[1:3], page_hash(9)], 1.0), (pages[1:3], 3.0)):
+        located = locate(core, asked, away, now=now, recall=True)
+        assert p.REMOTE not in located.status
+        assert (located.recalled, located.reason) == (False, "master_down"), "all or nothing, and not for long"
+
+
+def test_who_does_not_ask_for_it_is_told_what_masters_say_now() -> None:
+    """A mover of an older build would not ask again for what does not come."""
+    core = make_core()
+    assert found(core, hashes(1), Directory({page_hash(1): [B]})) == 1
+    located = locate(core, hashes(1), Directory({page_hash(1): [C]}))
+    assert ([located.peers[at].node for at in located.where], located.recalled) == (["c"], False)
+
+
+def test_a_load_that_asks_again_is_told_what_masters_say_now_and_what_was_recalled_is_forgotten() -> None:
+    core = make_core(replicate_after=2)
+    pages = hashes(1, 2)
+    assert found(core, pages, Directory({page: [B] for page in pages})) == 2
+    assert locate(core, pages, Directory(), recall=True).recalled
+    located = locate(core, pages[:1], Directory({pages[0]: [C]}), again=True)
+    assert [located.peers[at].node for at in located.where] == ["c"]
+    assert list(located.status) == [p.REMOTE], "the same fetch once more makes no page hot"
+    assert not locate(core, pages, Directory(), recall=True).recalled
+
+
+@pytest.mark.parametrize("directory", [Directory(complete=False), Directory(warming=True)], ids=["incomplete", "warming"])
+def test_what_masters_say_that_do_not_know_of_everything_is_not_recalled(directory: Directory) -> None:
+    core = make_core()
+    directory.held = {page_hash(1): [B]}
+    assert found(core, hashes(1), directory) == 1
+    assert not locate(core, hashes(1), directory, recall=True).recalled
+
+
+@pytest.mark.parametrize("event", ["a holder is down", "cleared", "masters do not answer", "a master went"])
+def test_what_may_be_wrong_by_now_is_asked_again(event: str) -> None:
+    turn = [0]
+    core = make_core(turn=lambda: turn[0])
+    assert found(core, hashes(1), Directory({page_hash(1): [B]})) == 1
+    match event:
+        case "a holder is down":
+            handle(core, p.Release(0, peer_down=["b"]))
+        case "cleared":
+            core.clear(NS, 0.5)
+        case "masters do not answer":
+            found(core, hashes(2), Directory(away=True))
+        case _:
+            turn[0] += 1
+    assert not locate(core, hashes(1), Directory(away=True), now=0.5, recall=True).recalled
+
+
+def test_a_clear_while_masters_are_asked_leaves_nothing_to_recall() -> None:
+    core = make_core()
+    steps = core.handle(1, p.Exists([NS], page_hash(1)), 0.0)
+    ask = next(steps)
+    core.clear(NS, 0.0)
+    with pytest.raises(StopIteration):
+        steps.send(Directory({page_hash(1): [B]}).tell(ask))
+    assert not locate(core, hashes(1), Directory(away=True), recall=True).recalled
+
+
 # --------------------------------------------------------------------------- hot pages
 
 

@@ -99,6 +99,7 @@ def test_master_killed_between_lookup_and_load(cluster: Callable[..., Cluster]) 
     b.store(NS, own)
     found_everywhere(b, pages, 4)
     master.kill()
+    wait_until(lambda: report_of(b)["master"] != "joined", 20, "its node knows")
     started = time.monotonic()
     outcome = b.load(NS, pages)
     assert time.monotonic() - started < 2.5
@@ -114,6 +115,25 @@ def test_master_killed_between_lookup_and_load(cluster: Callable[..., Cluster]) 
     master.start()
     found_everywhere(b, pages, 4)
     wait_until(lambda: b.load(NS, pages).ok == b"\x01" * 4, 15)
+
+
+def test_a_load_right_after_its_lookup_asks_no_master(cluster: Callable[..., Cluster]) -> None:
+    master, _, _, a, b = cluster()
+    pages = hashes(*range(4))
+    a.store(NS, pages)
+    found_everywhere(b, pages, 4)
+
+    def loaded_without_a_master() -> bool:
+        found_everywhere(b, pages, 4)
+        assert master.process is not None
+        master.process.send_signal(signal.SIGSTOP)
+        try:
+            return b.load(NS, pages).ok == b"\x01" * 4
+        finally:
+            master.process.send_signal(signal.SIGCONT)
+
+    wait_until(loaded_without_a_master, 30)
+    assert int(report_of(b)["lookups_recalled"]) > 0
 
 
 def test_node_killed_between_lookup_and_load(cluster: Callable[..., Cluster]) -> None:

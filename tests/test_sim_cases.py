@@ -116,6 +116,26 @@ def test_pages_that_move_away_between_lookup_and_read_are_read_or_missed() -> No
     assert whole_chains > 60 // 4, "more than one node could hold"
 
 
+@pytest.mark.parametrize("how", ["cleared", "frozen", "killed"])
+def test_pages_that_are_elsewhere_since_their_lookup_are_loaded_from_there(how: str) -> None:
+    """The load recalls what the lookup learned, and asks the masters after all for what does not come."""
+    cluster = peaceful(17, masters=1, shards=1, nodes=3, ranks=1, node={"replicate_after": 0, "spill": False})
+    pool, first = cluster.pools[0], cluster.nodes[0]
+    store_all(cluster, 0)
+    reader = other(cluster)
+    assert found(cluster, reader, pool, 0)[0] == cluster.workload.pages
+    other(cluster, 2).store(pool, 0, lambda outcome: None)
+    cluster.world.run_for(0.5)
+    if how == "cleared":
+        first.core.clear(pool.namespace, first.process.now)
+    elif how == "frozen":
+        first.process.pause()
+    else:
+        first.crash()
+    assert bytes(load(cluster, reader, pool, 0).ok) == whole(cluster)
+    assert cluster.nodes[1].core.recalled == 1
+
+
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_writer_that_dies_leaves_its_page_to_the_next(how: str) -> None:
     """P132: the key can be written again at once, and what the dead one still had in hand lands nowhere."""

@@ -183,7 +183,7 @@ class RemoteReads:
         while True:
             self.begin()
             if self._plan.done:
-                if not self._plan.reasons:
+                if not self._plan.reasons and not self._plan.doubtful:
                     self._timing.ended(self._lanes, self.received_bytes)
                 return
             if not self._streams and not self._connecting:

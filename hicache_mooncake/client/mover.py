@@ -22,7 +22,9 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping as Map
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.batch import Batch, Landing
@@ -31,7 +33,7 @@ from hicache_mooncake.client.fetch import RemoteReads
 from hicache_mooncake.client.lanes import Lanes
 from hicache_mooncake.client.node_link import NodeLink, NodeUnavailable
 from hicache_mooncake.client.over_links import OverLinks
-from hicache_mooncake.client.remote import FetchPlan
+from hicache_mooncake.client.remote import Doubt, FetchPlan
 from hicache_mooncake.client.siblings import Neighbour, Siblings
 from hicache_mooncake.client.storing import LOAD_PARTS, SETTLE_S, Storing, in_parts
 from hicache_mooncake.transfer.mapping import Mapping
@@ -48,6 +50,28 @@ _NEIGHBOURS_S = 30.0
 """How often a mover without work looks whether it still needs them: what they hold stays while it is connected."""
 _WAIT_SHARE = 0.5
 """Of the time that is left: how long a rank waits for another that fetches the same pages, before it fetches them itself."""
+_RECALLED_SHARE = 0.5
+"""Of the time that is left: how long pages may take to come from where a lookup found them, before masters are asked."""
+_RECALL_LEAST_S = 0.5
+"""With less time left they are asked at once: who was given a share of it could not be blamed for silence."""
+
+
+@dataclass
+class _Loaded:
+    """What came of a load, or of some of its pages."""
+
+    here_bytes: int = 0
+    elsewhere_bytes: int = 0
+    waiting: list[int] = field(default_factory=list)
+    """Pages that another rank is fetching."""
+    doubtful: dict[int, Doubt] = field(default_factory=dict)
+    """Pages that did not come from where a lookup found them. They are in no reasons yet."""
+
+    def add(self, more: _Loaded) -> None:
+        self.here_bytes += more.here_bytes
+        self.elsewhere_bytes += more.elsewhere_bytes
+        self.waiting += more.waiting
+        self.doubtful |= more.doubtful
 
 
 class Mover:
@@ -150,25 +174,36 @@ class Mover:
         everything = list(range(batch.count))
         # Pages of other nodes are asked for in one question: a master answers it, and their nodes begin to send.
         parts = in_parts(everything, batch.body_bytes, LOAD_PARTS) if self._all_here and not batch.job.shared else [everything]
-        here, waiting = self._load_parts(batch, parts, ok, reasons, deadline)
-        if waiting:  # another rank fetches them for all. If it does not come to an end, they are fetched anew
+        done = self._load_parts(batch, parts, ok, reasons, deadline)
+        if done.doubtful:
+            done.add(self._load_again(batch, done.doubtful, ok, reasons, deadline))
+        if waiting := done.waiting:  # another rank fetches them for all. If it does not come to an end, they are fetched anew
             wait_s = max(0.0, deadline - time.monotonic()) * _WAIT_SHARE
-            located = self._link.ask(self._locate(batch, waiting, deadline, shared=False, wait_s=wait_s), deadline)
-            more, _ = self._load_located(batch, waiting, located, ok, reasons, deadline)
-            here = (here[0] + more[0], here[1] + more[1])
-        return here
+            located = self._link.ask(self._locate(batch, waiting, deadline, wait_s=wait_s), deadline)
+            done.add(self._load_located(batch, waiting, located, ok, reasons, deadline))
+        return done.here_bytes, done.elsewhere_bytes
+
+    def _load_again(
+        self, batch: Batch, doubtful: Map[int, Doubt], ok: bytearray, reasons: Counter[str], deadline: float
+    ) -> _Loaded:
+        """Masters may know better by now where these pages are. Without their answer it stays at why they did not come."""
+        pages = list(doubtful)
+        try:
+            located = self._link.ask(self._locate(batch, pages, deadline, again=True), deadline)
+        except NodeUnavailable:
+            reasons.update(doubt.why for doubt in doubtful.values())
+            return _Loaded()
+        return self._load_located(batch, pages, located, ok, reasons, deadline, doubtful)
 
     def _load_parts(
         self, batch: Batch, parts: list[list[int]], ok: bytearray, reasons: Counter[str], deadline: float
-    ) -> tuple[tuple[int, int], list[int]]:
-        """Load these parts of the batch: (bytes from here and from elsewhere), and the pages that another rank is fetching.
-        While one part is copied the node looks the next one up."""
+    ) -> _Loaded:
+        """Load these parts of the batch. While one part is copied the node looks the next one up."""
         questions = [self._locate(batch, part, deadline, shared=batch.job.shared) for part in parts]
         answers = [self._link.ask(questions[0], deadline)]
         for question in questions[1:]:
             self._link.ask_ahead(question, deadline)
-        here, elsewhere = 0, 0
-        waiting: list[int] = []
+        done = _Loaded()
         self._all_here = True
         for number, part in enumerate(parts):
             if number == len(answers):
@@ -178,18 +213,31 @@ class Mover:
             if located.status.count(p.LOCAL) < len(part):
                 self._all_here = False
                 answers += [self._link.take(deadline) for _ in parts[len(answers) :]]  # the node is asked more for these
-            more, others = self._load_located(batch, part, located, ok, reasons, deadline)
-            here, elsewhere, waiting = here + more[0], elsewhere + more[1], waiting + others
+            done.add(self._load_located(batch, part, located, ok, reasons, deadline))
         if len(parts) > 1 and batch.job.touch:  # the head was asked for first, and must go last
             self._unsettled.append(p.Touch(batch.job.namespace, batch.job.hashes))
-        return (here, elsewhere), waiting
+        return done
 
     @staticmethod
-    def _locate(batch: Batch, pages: Sequence[int], deadline: float, *, shared: bool, wait_s: float = 0.0) -> p.Locate:
+    def _locate(
+        batch: Batch, pages: Sequence[int], deadline: float, *, shared: bool = False, wait_s: float = 0.0, again: bool = False
+    ) -> p.Locate:
         job = batch.job
         hashes = job.hashes if len(pages) == batch.count else p.select_hashes(job.hashes, pages)
         left = max(0.0, deadline - time.monotonic() - wait_s)
-        return p.Locate(job.namespace, hashes, batch.body_bytes, shared, job.group, wait_s, job.touch, left, links=True)
+        return p.Locate(
+            job.namespace,
+            hashes,
+            batch.body_bytes,
+            shared,
+            job.group,
+            wait_s,
+            job.touch,
+            left,
+            links=True,
+            recall=not wait_s and not again and left >= _RECALL_LEAST_S,
+            again=again,
+        )
 
     def _load_located(
         self,
@@ -199,16 +247,25 @@ class Mover:
         ok: bytearray,
         reasons: Counter[str],
         deadline: float,
-    ) -> tuple[tuple[int, int], list[int]]:
-        """Load pages that the node has said where to find: as `_load_parts`."""
+        before: Map[int, Doubt] | None = None,
+    ) -> _Loaded:
+        """Load pages that the node has said where to find. Those in `before` did not come by a recalled answer."""
         job = batch.job
         assert isinstance(located, p.Located)
         segment = self._link.segment
         if segment is None:  # the connection was lost while another part was loaded
             raise NodeUnavailable("node_down", "connection lost")
         self._peers.identify(self._link.data_key, self._link.node, self._link.tls)
+        before = before or {}
         links = OverLinks(located, pages, batch.body_bytes)
-        plan = FetchPlan(deadline, lambda peer, count: self._lanes.of(peer, count * batch.body_bytes), links.choose)
+        now = time.monotonic()
+        plan = FetchPlan(
+            deadline,
+            lambda peer, count: self._lanes.of(peer, count * batch.body_bytes),
+            links.choose,
+            now + max(0.0, deadline - now) * _RECALLED_SHARE if located.recalled else None,
+            before,
+        )
         local: list[tuple[int, int, int]] = []
         near: dict[int, list[int]] = {}
         holders: dict[int, list[p.Peer]] = {}
@@ -232,7 +289,8 @@ class Mover:
             elif status == p.WAIT:
                 waiting.append(i)
             else:
-                reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
+                absent = "wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"
+                reasons[before[i].why if i in before else absent] += 1
         reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node, self._lanes, links)
         try:
             asked = self._ask_siblings(batch, [(located.peers[at], some) for at, some in near.items()], deadline)
@@ -249,7 +307,7 @@ class Mover:
                     for i in some:
                         if not ok[i]:  # by tcp; of who did not answer last, since it may hang
                             plan.add(i, holders[i] if came is not None else holders[i][1:] + holders[i][:1])
-            if plan.done and not bad:
+            if plan.done and not plan.doubtful and not bad:
                 self._unsettled.append(release)
             else:  # the others may take long
                 self._link.tell(release, deadline + 0.1)
@@ -271,7 +329,7 @@ class Mover:
                 self._link.ask_same(commit, deadline + 0.1)
         if plan.blamed:
             self._link.tell(p.Release(0, peer_down=plan.blamed), deadline + 0.1)
-        return (loaded * batch.body_bytes, reads.received_bytes), waiting
+        return _Loaded(loaded * batch.body_bytes, reads.received_bytes, waiting, plan.doubtful)
 
     def _copy_local(
         self,

@@ -1,13 +1,15 @@
 """Which page is asked of which node, and what is tried at another one after a failure. No I/O and no clock: time comes in.
 
 A page has up to two holders. It is asked of the first, and whatever goes wrong there, of the second, within the same deadline.
-Where a second one exists, the first gets half of the time that is left, so that one that hangs leaves time for the other.
+Where a second one exists, the first gets half of the time that is left, so that one that hangs leaves time for the other. So do
+holders that were only recalled: the other half is for those that masters name by then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import LEAST_S, Admission
@@ -59,8 +61,17 @@ def no_link(_peer: p.Peer, _pages: Sequence[int]) -> list[int]:
     return []
 
 
+class Doubt(NamedTuple):
+    """A page did not come from where it was recalled to be, and masters may know better."""
+
+    why: str
+    tried: list[Address]
+
+
 class FetchPlan:
-    """The pages of one batch that come from other nodes. Every page ends as arrived or under one reason in `reasons`.
+    """The pages of one batch that come from other nodes. Every page ends as arrived or under one reason in `reasons`. With
+    `recalled_until`, when the last Ask ends, it ends as `doubtful` instead where masters may know better. `before` are such
+    pages: who was tried before is tried last, and a page keeps its reason when nobody can be tried.
     `lanes` says how many Asks of one node may be under way at once for so many pages: they are split evenly between them;
     `over_link` which of the pages may come over a link now. Those are one Ask, with half of the time, since a link that has
     died without a word leaves the other half for tcp.
@@ -75,16 +86,24 @@ class FetchPlan:
         deadline: float,
         lanes: Callable[[p.Peer, int], int] = one_lane,
         over_link: Callable[[p.Peer, Sequence[int]], list[int]] = no_link,
+        recalled_until: float | None = None,
+        before: Mapping[int, Doubt] | None = None,
     ) -> None:
         self.deadline = deadline
+        self._recalled = recalled_until is not None
+        self._until = deadline if recalled_until is None else recalled_until
         self._lanes = lanes
         self._over_link = over_link
         self.reasons: Counter[str] = Counter()
+        self.doubtful: dict[int, Doubt] = {}
         self.blamed: list[str] = []
         """Nodes that failed, once a failure: they could not be reached, broke off, were silent, or sent damaged bytes."""
         self.unsettled = 0
         self._holders: dict[int, list[p.Peer]] = {}
-        self._why: dict[int, str] = {}
+        self._before = before or {}
+        self._why = {page: doubt.why for page, doubt in self._before.items()}
+        self._tried: dict[int, list[Address]] = {}
+        """Of recalled holders."""
         self._stayed: set[int] = set()
         self._waiting: dict[Address, list[int]] = {}
         self._asks: dict[Address, list[Ask]] = {}
@@ -102,13 +121,15 @@ class FetchPlan:
             several = {address_of(peer): peer for peer in reversed(holders)}
             holders = tuple(reversed(several.values()))
         self._holders[page] = list(holders)
+        if page in self._before:
+            self._holders[page].sort(key=lambda peer: address_of(peer) in self._before[page].tried)
         self.unsettled += 1
         self._queue(page)
 
     def next(self, now: float, admit: Callable[[p.Peer], Admission]) -> list[Ask]:
         """What to ask now: as many Asks of a node as it has lanes. What is left waits until they have ended. Nodes that may not
         be tried are passed over."""
-        if self.deadline - now < LEAST_S:
+        if self._until - now < LEAST_S:
             for pages in self._take_waiting():
                 for page in pages:
                     self._end(page, "deadline")
@@ -166,7 +187,7 @@ class FetchPlan:
         left, ask.left = list(ask.left), {}
         for page in left:
             if final:
-                self._end(page, reason)
+                self._end(page, reason, final=True)
             elif stay and not self._has_other(page) and page not in self._stayed:
                 self._stayed.add(page)
                 self._why[page] = reason
@@ -216,9 +237,9 @@ class FetchPlan:
             rest = pages[size * lanes :]
         asks: list[Ask] = []
         for share in shares:
-            until = self.deadline
+            until = self._until
             if linked or any(self._has_other(page) for page in share):
-                until = now + (self.deadline - now) / 2
+                until = now + (until - now) / 2
             if probe:
                 until = min(until, now + _PROBE_S)
             asks.append(Ask(peer, share, now, until, probe=probe, lanes=len(shares), over_link=bool(linked)))
@@ -241,7 +262,9 @@ class FetchPlan:
         if tried or page not in self._why:
             self._why[page] = reason
         holders = self._holders[page]
-        holders.pop(0)
+        left = holders.pop(0)
+        if self._recalled:
+            self._tried.setdefault(page, []).append(address_of(left))
         if not holders:
             self._end(page, self._why[page])
             return False
@@ -255,8 +278,11 @@ class FetchPlan:
         waiting, self._waiting = self._waiting, {}
         return list(waiting.values())
 
-    def _end(self, page: int, reason: str) -> None:
-        self.reasons[reason] += 1
+    def _end(self, page: int, reason: str, *, final: bool = False) -> None:
+        if self._recalled and not final:
+            self.doubtful[page] = Doubt(reason, self._tried.get(page, []))
+        else:
+            self.reasons[reason] += 1
         self.unsettled -= 1
 
     def _blame(self, ask: Ask) -> None:

@@ -27,6 +27,7 @@ from hicache_mooncake.node.asking import AskMasters, Told
 from hicache_mooncake.node.heat import Heat
 from hicache_mooncake.node.link_session import Usage
 from hicache_mooncake.node.placement import Placement
+from hicache_mooncake.node.recall import Mark, Recall
 from hicache_mooncake.node.spill import GiveSteps, Spill
 from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store, Stranded
 
@@ -102,8 +103,8 @@ class NodeCore:
     """Not thread-safe: one lock around every call and every step of a generator. Owners are connections, as in `Store`.
 
     `masters` says whether there is one to ask, `replicate_after` how many fetches within a minute make another node's page a
-    replica here (0: none), `neighbours` whether movers may be told of other nodes' sockets on this host. Raises ProtocolError
-    for messages that cannot be: the connection they came from must be closed."""
+    replica here (0: none), `neighbours` whether movers may be told of other nodes' sockets on this host, `turn` as in Recall.
+    Raises ProtocolError for messages that cannot be: the connection they came from must be closed."""
 
     def __init__(
         self,
@@ -117,6 +118,7 @@ class NodeCore:
         spill: bool = False,
         replicate_after: int = 0,
         neighbours: bool = True,
+        turn: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -130,10 +132,11 @@ class NodeCore:
         self.missed: Counter[str] = Counter()
         """What the ranks of this host report: misses by reason."""
         self.sent_bytes = 0
-        self.taken = self.taken_bytes = self.pushes_refused = self.replicated = 0
+        self.taken = self.taken_bytes = self.pushes_refused = self.replicated = self.recalled = 0
         self._spill = spill and masters
         self._neighbours = neighbours
         self._heat = Heat(replicate_after)
+        self._recall = Recall(turn)
         self._log = log
         self._writing: dict[int, Writing] = {}
         self._cleared: OrderedDict[bytes, float] = OrderedDict()
@@ -154,7 +157,7 @@ class NodeCore:
         """Any message of a rank or mover but Hello, AdminStatus and Clear. Returns the answer; None to one-way messages."""
         match message:
             case p.Exists():
-                return (yield from self.exists(message))
+                return (yield from self.exists(message, now))
             case p.Locate():
                 return (yield from self.locate(owner, message, now))
             case p.Release():
@@ -174,7 +177,7 @@ class NodeCore:
                 raise p.ProtocolError(f"unexpected {type(message).__name__}")
         return None
 
-    def exists(self, message: p.Exists) -> Steps[p.Found]:
+    def exists(self, message: p.Exists, now: float) -> Steps[p.Found]:
         count = p.count_hashes(message.hashes)
         namespaces = [*message.leading, *message.sparse]
         leading = len(message.leading)
@@ -192,7 +195,9 @@ class NodeCore:
                     questions.append(p.Question(namespace, wanted, prefix=index < leading))
                     asked.append((column, missing))
         if questions:
+            mark = self._recall.mark()
             told = yield AskMasters(questions, min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
+            self._learn(mark, questions, told, now)
             if told is not None:
                 for (column, missing), answer in zip(asked, told.answers, strict=True):
                     for i, holder in zip(missing, answer.holder, strict=False):
@@ -203,6 +208,14 @@ class NodeCore:
         self.store.stats.reasons["headless"] += headless
         runs = [count if (first := column.find(0)) < 0 else first for column in columns[:leading]]
         return p.Found(runs, [bytes(column) for column in columns[leading:]], reason)
+
+    def _learn(self, mark: Mark, questions: Sequence[p.Question], told: Told | None, now: float) -> None:
+        """For the loads that follow. Masters that do not know of everything, or do not answer, are asked again by each."""
+        if told is None or not told.complete:
+            self._recall.forget()
+        elif not told.warming:
+            for question, answer in zip(questions, told.answers, strict=True):
+                self._recall.learn(mark, question, answer, now)
 
     def waits(self, message: p.Locate, now: float) -> bool:
         """Is any of these pages being fetched for all? Then a Locate with `wait_s` is answered only when that is over, or that
@@ -228,12 +241,20 @@ class NodeCore:
         peers: list[p.Peer] = []
         others: list[int] = []
         reason = ""
+        recalled = False
         missing = [i for i, s in enumerate(status) if s == p.MISS]
         if missing and self.masters:
+            told: Told | None = None
             question = p.Question(namespace, p.select_hashes(message.hashes, missing), prefix=False)
-            told = yield AskMasters([question], min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
-            if told is not None:
-                answer = told.answers[0]
+            answer = self._recall.find(namespace, question.hashes, now) if message.recall else None
+            recalled = answer is not None
+            if answer is None:
+                if message.again:
+                    self._recall.forget_namespace(namespace)
+                told = yield AskMasters([question], min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
+                answer = told.answers[0] if told is not None else None
+            self.recalled += recalled
+            if answer is not None:
                 peers = [self._reachable(peer, now) for peer in answer.peers]
                 for i, holder in zip(missing, answer.holder, strict=False):
                     if holder:
@@ -265,7 +286,7 @@ class NodeCore:
             for i, claim in zip(wanted, column, strict=True):
                 if message.shared or claim == p.FETCH:  # for a page that is only hot nobody waits
                     status[i] = claim
-        return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room, others)
+        return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room, others, recalled=recalled)
 
     def _reachable(self, peer: p.Peer, now: float) -> p.Peer:
         """Without the socket of one on this host that cannot be read through it: then it is as any other host's."""
@@ -275,7 +296,7 @@ class NodeCore:
 
     def _hot(self, message: p.Locate, remote: list[int], now: float) -> list[int]:
         """Which of these are to stay here, since this host's engines fetch them again and again."""
-        if message.wait_s > 0:
+        if message.again or message.wait_s > 0:
             return []  # the same fetch once more
         size = p.HASH_BYTES
         fetched, namespace, hashes = self._heat.fetched, message.namespace, message.hashes
@@ -291,6 +312,7 @@ class NodeCore:
             )
             self._log(logging.ERROR, "checksum", text)
         for node in message.peer_down:
+            self._recall.forget_peer(node)
             text = f"a mover could not read from node {node}; its pages are misses here until it answers again"
             self._log(logging.WARNING, f"peer {node}", text)
             if len(self._peers_down) < _MAX_REASONS or node in self._peers_down:
@@ -360,6 +382,7 @@ class NodeCore:
         self._cleared[namespace] = now
         if len(self._cleared) > _MAX_CLEARED:
             self._cleared.popitem(last=False)
+        self._recall.forget_namespace(namespace)
         for writing in self._writing.values():
             writing.void |= writing.namespace == namespace
         return self.store.clear(namespace)
@@ -531,6 +554,7 @@ class NodeCore:
             "taken_bytes": self.taken_bytes,
             "pushes_refused": self.pushes_refused,
             "replicated": self.replicated,
+            "lookups_recalled": self.recalled,
             "replicas_kept": counts.replicas_kept,
         }
         return report | {f"client miss: {reason}": count for reason, count in sorted(self.missed.items())}
@@ -538,6 +562,7 @@ class NodeCore:
     def validate(self) -> None:
         """Everything that must hold between two calls; tests run it after every event."""
         self.store.validate()
+        self._recall.validate()
         assert len(self._cleared) <= _MAX_CLEARED
         assert len(self._apart) <= _MAX_APART
         assert sum(writing.pushed for writing in self._writing.values()) <= MAX_TAKING

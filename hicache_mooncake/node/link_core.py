@@ -133,6 +133,8 @@ class LinkCore:
         self.silent_s = silent_s
         self.shards = 0
         """How many parts the directory has; 0 until a master has said so."""
+        self.turn = 0
+        """Another number whenever a master came, went, or became another one. May be read by any thread."""
         self.counters: dict[str, int] = dict.fromkeys(
             (
                 "connects",

@@ -430,7 +430,7 @@ class Session:
     def _joined(self, message: Joined, now: float) -> None:
         if self.state != JOINING:
             return
-        self.state = JOINED
+        self._enter(JOINED)
         if self._incarnation != message.master or self._complained or self.refusal:
             self.core.log.info("joined master %s (%s)", self.master, message.master.hex())
         self._incarnation = message.master
@@ -471,9 +471,13 @@ class Session:
 
     # ------------------------------------------------------------------ states
 
+    def _enter(self, state: str) -> None:
+        self.core.turn += JOINED in (self.state, state)
+        self.state = state
+
     def _ask_anew(self, now: float) -> None:
         """The master does not know this node, or may be another one now, over the same connection."""
-        self.state = CONNECTING
+        self._enter(CONNECTING)
         self._since = now
         self._outbox.clear()
         self._parts = None
@@ -489,7 +493,7 @@ class Session:
             self.shards,
             self.core.shards,
         )
-        self.state = UNFIT
+        self._enter(UNFIT)
         self._since = now
         self._outbox.clear()
         self._parts = None
@@ -500,7 +504,7 @@ class Session:
 
     def _wait(self, seconds: float, now: float) -> None:
         self.core.act(Close(self.master))
-        self.state = WAITING
+        self._enter(WAITING)
         self._outbox.clear()
         self._parts = None
         self._snapshot_wanted = False

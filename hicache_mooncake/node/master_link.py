@@ -196,6 +196,11 @@ class MasterLink:
         return self._view
 
     @property
+    def turn(self) -> int:
+        """As in LinkCore."""
+        return self._core.turn
+
+    @property
     def counters(self) -> dict[str, int]:
         """What happened since the start."""
         return self._core.counters | self._lookups

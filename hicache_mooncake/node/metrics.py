@@ -57,6 +57,7 @@ _COUNTERS = {
     "taken_bytes": "Bytes of the objects that other nodes gave.",
     "pushes_refused": "Objects that other nodes offered and that were not taken: no room below the low watermark, or draining.",
     "replicated": "Objects of other nodes kept here, since this host's engines fetched them again and again or share them.",
+    "lookups_recalled": "Questions of loads that no master was asked, since a lookup had just learned the answer.",
     "replicas_kept": "Replicas that became the node's own pages, since no other node had them any more.",
     "connections_refused": "Connections refused: protocol version or too many.",
     "remote_sent_pages": "Pages sent to other hosts by tcp.",

@@ -105,6 +105,7 @@ class Node:
             spill=settings.spill,
             replicate_after=settings.replicate_after,
             neighbours=self._neighbourly,
+            turn=lambda: self.link.turn,
         )
         self.data_key = b""
         self.tls: Tls | None = None

@@ -96,6 +96,9 @@ class Directory:
 
     def __init__(self) -> None:
         self.holders: dict[bytes, list[p.Peer]] = {}
+        self.recalled: dict[bytes, list[p.Peer]] = {}
+        """Who held what a moment ago."""
+        self.asked: list[p.Locate] = []
         self.down: list[str] = []
         """What the mover said of other nodes, in order."""
         self.node = "reader"
@@ -107,11 +110,14 @@ class Directory:
     def ask(self, message: p.Message, deadline: float) -> p.Message:
         if not isinstance(message, p.Locate):
             raise NodeUnavailable("node_refused", f"unexpected {type(message).__name__}")
+        self.asked.append(message)
         each = [message.hashes[at : at + p.HASH_BYTES] for at in range(0, len(message.hashes), p.HASH_BYTES)]
+        recalled = message.recall and all(page in self.recalled for page in each)
+        known = self.recalled if recalled else self.holders
         peers: list[p.Peer] = []
         columns: list[tuple[int, int, int]] = []
         for page in each:
-            holders = self.holders.get(page, [])
+            holders = known.get(page, [])
             for peer in holders:
                 if peer not in peers:
                     peers.append(peer)
@@ -119,7 +125,7 @@ class Directory:
             where, other = [*indexes, -1, -1][:2]
             columns.append((p.REMOTE, where, other) if holders else (p.MISS, 0, -1))
         status, where_, others = ([column[i] for column in columns] for i in range(3))
-        return p.Located(0, bytes(status), where_, [0] * len(each), peers, others=others)
+        return p.Located(0, bytes(status), where_, [0] * len(each), peers, others=others, recalled=recalled)
 
     def ask_same(self, message: p.Message, deadline: float) -> p.Message:
         raise NodeUnavailable("node_refused", f"unexpected {type(message).__name__}")
@@ -149,6 +155,10 @@ class Reader:
     def place(self, pages: Sequence[bytes], *holders: PageServer | p.Peer) -> None:
         peers = [holder.peer if isinstance(holder, PageServer) else holder for holder in holders]
         self.directory.holders |= dict.fromkeys(pages, peers)
+
+    def remember(self, pages: Sequence[bytes], *holders: PageServer) -> None:
+        """A lookup has found them there; `place` says where they are now."""
+        self.directory.recalled |= {page: [holder.peer for holder in holders] for page in pages}
 
     def load(self, pages: Sequence[bytes], budget_s: float = 4.0) -> p.Transferred:
         """Into pages 0.. of memory that is scrambled first. Every page that is said to be loaded is compared, and every other

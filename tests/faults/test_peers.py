@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client.node_link import NodeUnavailable
 from hicache_mooncake.testing.local import pattern
 from hicache_mooncake.transfer import tcp
 from tests.conftest import ROOT, wait_until
@@ -118,6 +119,73 @@ def test_whatever_a_first_holder_does_the_second_serves(node: Nodes, reader: Rea
     assert done.ok == ALL, done.reasons
     assert reader.directory.down == (["first"] if blamed else [])
     assert reader.load(pages, BUDGET_S).ok == ALL
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_whatever_a_recalled_holder_does_one_that_is_known_since_serves(node: Nodes, reader: Reader, fault: str) -> None:
+    """What a lookup learned is out of date: the masters are asked after all, in time for what they say."""
+    first, second = node("first"), node("second")
+    pages = names(*range(8))
+    first.hold(pages)
+    second.hold(pages)
+    reader.remember(pages, first)
+    reader.place(pages, first, second)
+    assert reader.load(pages).ok == ALL
+    assert [asked.again for asked in reader.directory.asked] == [False], "no master was asked"
+    put, blamed = FAULTS[fault]
+    put(first)
+    done = reader.load(pages, BUDGET_S)
+    assert done.ok == ALL, done.reasons
+    assert [asked.again for asked in reader.directory.asked[1:]] == [False, True]
+    assert reader.directory.down == (["first"] if blamed else []), "once"
+
+
+def test_what_masters_do_not_know_better_is_missed_once_and_for_the_first_reason(node: Nodes, reader: Reader) -> None:
+    first, second = node("first"), node("second")
+    lost, held, hung = names("lost", "lost too"), names(*range(3)), names("hung")
+    first.hold(held)
+    second.hold(hung)
+    reader.remember([*lost, *held], first)
+    reader.remember(hung, second)
+    second.proxy.faults = Faults(swallow=True)
+    for now_at in ((), (first,)):
+        reader.place(lost, *now_at)
+        reader.place(hung, *([second] if now_at else []))
+        done = reader.load([*lost, *held, *hung], BUDGET_S)
+        assert done.ok == b"\x00\x00\x01\x01\x01\x00"
+        assert done.reasons in ({"gone_remote": 2, "deadline": 1}, {"gone_remote": 2, "peer_down": 1})
+    assert reader.directory.down == ["second"]
+
+
+def test_a_node_that_cannot_be_asked_again_leaves_what_has_come(
+    node: Nodes, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = node("first")
+    lost, held = names("lost"), names(*range(3))
+    first.hold(held)
+    reader.remember([*lost, *held], first)
+    ask = reader.directory.ask
+
+    def only_once(message: p.Message, deadline: float) -> p.Message:
+        if isinstance(message, p.Locate) and message.again:
+            raise NodeUnavailable("node_timeout", "frozen")
+        return ask(message, deadline)
+
+    monkeypatch.setattr(reader.directory, "ask", only_once)
+    done = reader.load([*lost, *held], BUDGET_S)
+    assert done.ok == b"\x00\x01\x01\x01"
+    assert done.reasons == {"gone_remote": 1}
+
+
+def test_a_call_with_little_time_recalls_nothing(node: Nodes, reader: Reader) -> None:
+    """Half of it would not tell a holder that hangs from one that was given no time, and that one would never be left alone."""
+    first, second = node("first"), node("second")
+    pages = names(*range(8))
+    second.hold(pages)
+    reader.remember(pages, first)
+    reader.place(pages, second)
+    assert reader.load(pages, 0.4).ok == ALL
+    assert [(asked.recall, asked.again) for asked in reader.directory.asked] == [(False, False)]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -325,6 +325,42 @@ class Cluster:
         while not done() and self.world.now < until:
             self.world.run_for(0.02)
 
+    def check_recalled(self) -> None:
+        """A page that goes to another node between lookup and load is loaded from there: what was recalled was only a hint."""
+        for pool, chain in [(pool, chain) for pool in self.pools for chain in range(self.workload.chains)]:
+            without = [node for node in self.nodes if not self.holds(node, pool, page_hash(chain, 0))]
+            if 1 < len(without) < len(self.nodes):
+                self._check_recalled(pool, chain, *without[:2])
+                return
+
+    def _check_recalled(self, pool: Pool, chain: int, node: SimNode, taker: SimNode) -> None:
+        reader, writer = (next(rank for rank in self.ranks if rank.host == host) for host in (node.host, taker.host))
+        for rank in (reader, writer):
+            rank.revive()
+        first = reader.chain(chain)[0]
+        answers: list[p.Message | None] = []
+        reader.ask(p.Exists([pool.namespace], first), answers.append)
+        outcomes: list[Outcome | None] = []
+        writer.store(pool, chain, outcomes.append)
+        self._run_until(lambda: bool(answers and outcomes))
+        until, before = self.world.now + 1.0, node.core.recalled
+        while self.world.now < until and (not self.holds(taker, pool, first) or self.differences()):
+            self.world.run_for(0.05)
+        if self.world.now < until:
+            for other in self.nodes:
+                if other is not taker:
+                    other.store.discard(pool.namespace, first, "lost")
+                    other.link.notify()
+            outcomes.clear()
+            reader.load(pool, chain, 1, outcomes.append, shared=False)
+            self._run_until(lambda: bool(outcomes))
+            outcome = outcomes[0] if outcomes else None
+            if node.core.recalled > before and (outcome is None or not outcome.ok[0]):
+                raise Violation(f"{node.name} recalled a page, and did not find it where it is now: {outcome}")
+        for rank in (reader, writer):
+            rank.stop()
+        self.world.run_for(1.0)
+
     def check_clear(self) -> None:
         """What was cleared everywhere is nowhere, also what was on its way from one node to another just then."""
         pool, rng = self.pools[0], self.world.rng
@@ -377,6 +413,7 @@ def run(seed: int, options: Options | None = None, trace: Callable[[str], None] 
         world.run_for(1.0)
     cluster.check_idle()
     cluster.check_lookups()
+    cluster.check_recalled()
     cluster.check_clear()
     cluster.settle()
     return Result(seed, world.trace_hash, world.events, world.now - began, cluster.figures())

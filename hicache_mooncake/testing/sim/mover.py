@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client.remote import Doubt
 
 from .network import Listener, Network, Stream
 from .pages import HostPage, Pool, Segment, checksum
@@ -22,6 +23,7 @@ from .world import Process, Violation, World
 
 _NO_ROOM_RETRIES_S = (0.01, 0.03)
 WAIT_SHARE = 0.5
+_RECALL_LEAST_S = 0.5
 
 Steps = Generator[Wait | Sleep, Any, Any]
 """What a mover does: it yields what it waits for."""
@@ -267,21 +269,49 @@ class Mover:
         deadline = self.world.now + job.budget_s
         outcome = Outcome(bytearray(len(job.hashes)))
         try:
-            waiting = yield from self._load_some(job, list(range(len(job.hashes))), outcome, deadline, shared=job.shared)
+            everything = list(range(len(job.hashes)))
+            waiting, doubtful = yield from self._load_some(job, everything, outcome, deadline, shared=job.shared)
+            if doubtful:
+                yield from self._load_again(job, doubtful, outcome, deadline)
             if waiting:
                 wait_s = max(0.0, deadline - self.world.now) * WAIT_SHARE
-                yield from self._load_some(job, waiting, outcome, deadline, shared=False, wait_s=wait_s)
+                yield from self._load_some(job, waiting, outcome, deadline, wait_s=wait_s)
         except NodeUnavailable as error:
             outcome.reasons[error.reason] += outcome.ok.count(0) - sum(outcome.reasons.values())
         return outcome
 
+    def _load_again(self, job: Job, doubtful: dict[int, Doubt], outcome: Outcome, deadline: float) -> Steps:
+        counted = Counter(outcome.reasons)
+        try:
+            waiting, still = yield from self._load_some(job, list(doubtful), outcome, deadline, before=doubtful)
+        except NodeUnavailable:
+            if outcome.reasons != counted:
+                raise Violation(f"{self.process.name}: pages are counted, and then the node is not there") from None
+            outcome.reasons.update(doubt.why for doubt in doubtful.values())
+            return
+        if waiting or still:
+            raise Violation(f"{self.process.name}: {len(waiting) + len(still)} pages have no verdict")
+
     def _load_some(
-        self, job: Job, pages: list[int], outcome: Outcome, deadline: float, *, shared: bool, wait_s: float = 0.0
+        self,
+        job: Job,
+        pages: list[int],
+        outcome: Outcome,
+        deadline: float,
+        *,
+        shared: bool = False,
+        wait_s: float = 0.0,
+        before: dict[int, Doubt] | None = None,
     ) -> Steps:
-        pool = job.pool
+        """Returns the pages that another rank fetches, and those that did not come from where they were recalled to be."""
+        pool, before = job.pool, before or {}
         left = max(0.0, deadline - self.world.now - wait_s)
         hashes = b"".join(job.hashes[i] for i in pages)
-        question = p.Locate(pool.namespace, hashes, pool.length, shared, pool.group, wait_s, job.touch, left)
+        again = bool(before)
+        recall = not wait_s and not again and left >= _RECALL_LEAST_S
+        question = p.Locate(
+            pool.namespace, hashes, pool.length, shared, pool.group, wait_s, job.touch, left, recall=recall, again=again
+        )
         located = yield from self.ask(question, deadline)
         if not isinstance(located, p.Located) or not len(located.status) == len(located.where) == len(pages):
             raise Violation(f"{self.process.name}: {type(located).__name__} of another length answers a Locate")
@@ -302,7 +332,8 @@ class Mover:
             elif status == p.WAIT:
                 waiting.append(i)
             else:
-                outcome.reasons["wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"] += 1
+                absent = "wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"
+                outcome.reasons[before[i].why if i in before else absent] += 1
         bad = bytearray()
         loaded = 0
         for i, offset, sum_ in local:
@@ -319,15 +350,17 @@ class Mover:
         self.tell(p.Release(located.pin, pool.namespace, bytes(bad), loaded=loaded))
         if self.segment is not segment:
             landing.offsets.clear()
-        peer_down = yield from self.reader.fetch(job, located, remote, landing, outcome, deadline)
+        plan = yield from self.reader.fetch(job, located, remote, landing, outcome, deadline, before)
         if landing.offsets and self.segment is segment:
             whole = [landing.checksums.get(i) for i in landing.offsets]
             commit = p.Commit(landing.txn, bytes(c is not None for c in whole), [c or 0 for c in whole])
             with contextlib.suppress(NodeUnavailable):  # the pages are in the engine all the same
                 yield from self.ask_same(commit, deadline + 0.1)
-        if peer_down:
-            self.tell(p.Release(0, peer_down=peer_down))
-        return waiting
+        if located.recalled and plan.reasons:
+            raise Violation(f"{self.process.name}: {dict(plan.reasons)} by a recalled answer, and no master was asked")
+        if plan.blamed:
+            self.tell(p.Release(0, peer_down=plan.blamed))
+        return waiting, plan.doubtful
 
     # ------------------------------------------------------------------ store
 

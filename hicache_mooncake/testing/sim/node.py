@@ -148,6 +148,7 @@ class SimNode:
             rng=random.Random(self.world.rng.getrandbits(64)),
             spill=self.options.spill,
             replicate_after=self.options.replicate_after,
+            turn=lambda: self.link.core.turn,
         )
 
     def _log(self, level: int, kind: str, text: str) -> None:
@@ -174,6 +175,7 @@ class SimNode:
             figures["handed_over"] += counts.handed_over
             figures["taken"] += self.core.taken
             figures["replicated"] += self.core.replicated
+            figures["recalled"] += self.core.recalled
             figures["snapshots"] += self.link.core.counters["snapshots"]
         return figures
 

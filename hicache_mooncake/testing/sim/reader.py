@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, Admission, Breaker
-from hicache_mooncake.client.remote import Ask, FetchPlan
+from hicache_mooncake.client.remote import Ask, Doubt, FetchPlan
 
 from .network import Stream
 from .pages import Body
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .mover import Job, Landing, Mover, Outcome
 
 _CONNECTING_S = 0.5
+_RECALLED_SHARE = 0.5
 _BREAKER_S = (0.5, 8.0)
 Address = tuple[str, str, int]
 
@@ -76,11 +77,19 @@ class Reader:
             source.close()
 
     def fetch(
-        self, job: Job, located: p.Located, remote: dict[int, int], landing: Landing, outcome: Outcome, deadline: float
-    ) -> Generator[Any, Any, list[str]]:
-        """Read these pages (page of the job -> entry of `located`); returns the peers that are to be blamed."""
+        self,
+        job: Job,
+        located: p.Located,
+        remote: dict[int, int],
+        landing: Landing,
+        outcome: Outcome,
+        deadline: float,
+        before: dict[int, Doubt],
+    ) -> Generator[Any, Any, FetchPlan]:
+        """Read these pages (page of the job -> entry of `located`); returns the plan that was carried out."""
         mover, world = self.mover, self.mover.world
-        plan = FetchPlan(deadline)
+        until = world.now + (deadline - world.now) * _RECALLED_SHARE if located.recalled else None
+        plan = FetchPlan(deadline, recalled_until=until, before=before)
         for page, at in remote.items():
             holders = [located.peers[located.where[at]]]
             if located.others and located.others[at] >= 0:
@@ -115,7 +124,7 @@ class Reader:
         for reading in list(self._readings):
             raise Violation(f"{mover.process.name}: a plan is done while {reading.ask.peer.node} is still read from")
         outcome.reasons += plan.reasons
-        return plan.blamed
+        return plan
 
     # ------------------------------------------------------------------ asking
 
