@@ -13,11 +13,14 @@ import pytest
 from hicache_master.core import MasterCore
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client.remote import Doubt
 from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.node.store import Store
 from hicache_mooncake.testing.sim import Cluster, Options, Plan, Violation, run
 from hicache_mooncake.testing.sim.link import SimLink
+from hicache_mooncake.testing.sim.mover import Mover, Outcome
 from hicache_mooncake.testing.sim.rank import Call, Rank
+from hicache_mooncake.testing.sim.reader import Sleep
 from hicache_mooncake.testing.sim.world import Process, World
 from tests.conftest import environment
 
@@ -109,6 +112,15 @@ def test_a_mover_that_checks_no_checksum_is_found_out(checks: bool) -> None:
     else:
         with pytest.raises(Violation, match="wrong bytes"):
             goes_on()
+
+
+def test_a_mover_that_takes_what_is_recalled_for_the_last_word_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def misses(self: Mover, job: Any, doubtful: dict[int, Doubt], outcome: Outcome, deadline: float) -> Any:
+        outcome.reasons.update(doubt.why for doubt in doubtful.values())
+        yield Sleep(0.0)
+
+    monkeypatch.setattr(Mover, "_load_again", misses)
+    fails(quick(nodes=3, trouble_s=1.0), "did not find it where it is now")
 
 
 def test_memory_that_is_given_back_before_its_reader_is_done_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
