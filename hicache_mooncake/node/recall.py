@@ -14,7 +14,7 @@ from hicache_mooncake import protocol as p
 
 RECALL_S = 2.0
 MAX_ANSWERS = 128
-MAX_BYTES = 8 << 20
+MAX_BYTES = 4 << 20
 _PEER_BYTES = 512
 """About what a peer takes, with its strings."""
 _MAX_LIVES = 1024
