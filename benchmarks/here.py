@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from benchmarks.harness import Bench, Memory, Row, memcpy_rate, pool, spread
 from benchmarks.ranks import BATCH, KIB, MIB, POOL_BYTES, Pages, Rank
 from benchmarks.rival import mooncakes
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client.copies import LARGE_BYTES
 
 
 def shared_memory(bench: Bench) -> list[Row]:
@@ -22,21 +24,28 @@ def shared_memory(bench: Bench) -> list[Row]:
     targets = {64 * KIB: 0.5, 256 * KIB: 0.7, MIB: 0.85, 4 * MIB: 0.85}
     with pool() as (settings,), mooncakes(bench, "local", "dummy") as theirs:
         for mode, size in [*(("memfd", s) for s in targets), ("process_vm", MIB), ("segment", MIB)]:
-            rank = Rank(settings, source, mode)
-            pages = Pages(rank, rank, size)
+            ranks = {mode: Rank(settings, source, mode)}
+            if mode == "memfd" and size >= LARGE_BYTES:  # what a host with more cores does by default
+                ranks["memfd, 2 copy threads"] = Rank(dataclasses.replace(settings, copy_threads=2), source, mode)
+            ours = {name: Pages(rank, rank, size) for name, rank in ranks.items()}
 
-            def memcpy(_round: int, pages: Pages = pages) -> float:
+            def memcpy(_round: int, pages: Pages = ours[mode]) -> float:
                 return memcpy_rate(source, target, pages.page, pages.count)
 
-            contenders = {"store": pages.store, "load": pages.load, "memcpy": memcpy}
-            if mode == "memfd":
-                for rival in theirs:
-                    contenders |= rival.contenders(size, pages.count)
+            contenders = {"memcpy": memcpy}
+            for name, pages in ours.items():
+                contenders |= {f"{name} store": pages.store, f"{name} load": pages.load}
+            rivals = theirs if mode == "memfd" else []
+            for rival in rivals:
+                contenders |= rival.contenders(size, ours[mode].count)
             figures = bench.interleave(contenders, f"{mode} {size // KIB} KiB")
-            rows += pages.rows(mode, figures, "memcpy", ["store", "load"], targets[size] if mode == "memfd" else None)
-            if mode == "memfd" and theirs:
-                rows += pages.rival_rows(mode, figures, [rival.name for rival in theirs], 1.0)
-            rank.client.close()
+            for name, pages in ours.items():
+                mine = figures | {op: figures[f"{name} {op}"] for op in ("store", "load")}
+                rows += pages.rows(name, mine, "memcpy", ["store", "load"], targets[size] if mode == "memfd" else None)
+                if rivals:
+                    rows += pages.rival_rows(name, mine, [rival.name for rival in rivals], 1.0)
+            for rank in ranks.values():
+                rank.client.close()
     source.close()
     target.close()
     return rows
