@@ -73,6 +73,33 @@ def test_a_quarter_of_a_million_cycles_leave_nothing_behind() -> None:
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([1, 3, 8, 16])), max_size=20), st.integers(0, 2**32))
+def test_blocks_freed_together_leave_what_they_leave_one_by_one(batches: list[tuple[int, int]], seed: int) -> None:
+    rng = random.Random(seed)
+    together, single = Allocator(1500 * GRANULE), Allocator(1500 * GRANULE)
+    live: dict[int, set[int]] = {}
+    for count, granules in batches:
+        size = granules * GRANULE
+        taken = together.allocate_many(size, count)
+        assert taken == single.allocate_many(size, count)
+        live.setdefault(size, set()).update(taken)
+    for size, offsets in live.items():
+        going = rng.sample(sorted(offsets), rng.randrange(len(offsets) + 1))
+        offsets.difference_update(going)
+        assert together.free_many(going, size) == sum(single.free(offset, size) for offset in going)
+        for allocator in (together, single):
+            allocator.validate((offset, size) for size, offsets in live.items() for offset in offsets)
+
+
+def test_a_block_named_twice_is_an_error_and_the_books_hold() -> None:
+    allocator = Allocator(8 * GRANULE)
+    allocator.allocate_many(GRANULE, 4)
+    with pytest.raises(KeyError):
+        allocator.free_many([2 * GRANULE, GRANULE, 2 * GRANULE], GRANULE)
+    allocator.validate([(0, GRANULE), (3 * GRANULE, GRANULE)])
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 300 * GRANULE)), max_size=120), st.integers(0, 2**32))
 def test_any_sequence_keeps_every_byte_in_one_block(steps: list[tuple[bool, int]], seed: int) -> None:
     rng = random.Random(seed)

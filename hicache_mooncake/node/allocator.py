@@ -7,7 +7,7 @@ freed, so eviction of neighbours makes room for larger pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 GRANULE = 4096
 """Bodies are page-aligned: a copy between differently aligned pages runs at half the rate."""
@@ -56,6 +56,7 @@ class Allocator:
         """Up to `count` blocks of one size, carved side by side where there is room: as many as fit without anything else."""
         size = blocks_of(size_bytes)
         offsets: list[int] = []
+        begins = self._begins
         while len(offsets) < count:
             start = self._find(size)
             if start is None:
@@ -66,24 +67,42 @@ class Allocator:
             end = start + take * size
             if end < start + free_size:
                 self._insert_free(end, start + free_size - end)
-            carved = range(start, end, size)
-            for at in carved:
-                self._begins[at // GRANULE >> 3] |= 1 << (at // GRANULE & 7)
-            offsets.extend(carved)
+            for granule in range(start // GRANULE, end // GRANULE, size // GRANULE):
+                begins[granule >> 3] |= 1 << (granule & 7)
+            offsets.extend(range(start, end, size))
         self.used += len(offsets) * size
         return offsets
 
     def free(self, offset: int, size_bytes: int) -> int:
         """Give a block back that was allocated with this size; returns how many bytes are free now that were not. Raises
         KeyError for an offset where none begins that is allocated."""
-        granule, rest = divmod(offset, GRANULE)
-        byte, bit = granule >> 3, 1 << (granule & 7)
-        if rest or not 0 <= byte < len(self._begins) or not self._begins[byte] & bit:
-            raise KeyError(offset)
-        self._begins[byte] ^= bit
+        return self.free_many((offset,), size_bytes)
+
+    def free_many(self, offsets: Sequence[int], size_bytes: int) -> int:
+        """The same of any number of blocks of one size, at little more than the cost of one where they lie side by side. After
+        a KeyError those before the one at fault, by their offsets, are free."""
         size = blocks_of(size_bytes)
-        self.used -= size
-        start, end = offset, offset + size
+        begins = self._begins
+        start = end = 0
+        for offset in sorted(offsets):
+            granule = offset // GRANULE
+            bit = 1 << (granule & 7)
+            if offset % GRANULE or not 0 <= offset < self.capacity or not begins[granule >> 3] & bit:
+                self._coalesce(start, end)
+                raise KeyError(offset)
+            begins[granule >> 3] ^= bit
+            if offset != end:
+                self._coalesce(start, end)
+                start = offset
+            end = offset + size
+        self._coalesce(start, end)
+        return size * len(offsets)
+
+    def _coalesce(self, start: int, end: int) -> None:
+        """What is between these offsets is free now, as one block with what is free on both sides of it."""
+        if start == end:
+            return
+        self.used -= end - start
         left = self._start_of_free_end.get(start)
         if left is not None:
             self._remove_free(left, start - left)
@@ -93,7 +112,6 @@ class Allocator:
             self._remove_free(end, right_size)
             end += right_size
         self._insert_free(start, end - start)
-        return size
 
     def free_before(self, offset: int) -> int:
         """Bytes that are free right before this offset."""
