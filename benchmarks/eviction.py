@@ -114,10 +114,11 @@ class PolicyAlone:
         if len(found) < len(blocks):
             self.policy.arranged([held[block] for block in blocks])
         while len(held) > self._capacity:
-            page = self.policy.victim()
-            assert page is not None
-            self.policy.removed(page, evicted=True)
-            del held[self._numbers.pop(page.hash)]
+            gone = self.policy.victims(len(held) - self._capacity)
+            assert gone
+            self.policy.removed(gone, evicted=True)
+            for page in gone:
+                del held[self._numbers.pop(page.hash)]
         return hits
 
     def probe(self, blocks: list[int], touch: bool) -> None:

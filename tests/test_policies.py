@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import tracemalloc
@@ -48,9 +49,8 @@ def chain(name: object, pages: int) -> list[Busy]:
 def evict(policy: Policy[Any], count: int = 1) -> list[Any]:
     gone = []
     for _ in range(count):
-        page = policy.victim()
-        assert page is not None
-        policy.removed(page, evicted=True)
+        (page,) = policy.victims(1)
+        policy.removed((page,), evicted=True)
         gone.append(page)
     return gone
 
@@ -85,21 +85,22 @@ def test_a_queue_is_an_ordered_dict_at_a_fraction_of_its_memory(steps: list[tupl
                 model.pop(n, None)
                 model[n] = None
         elif what == "leave":
+            leave([pages[n] for n in names[:5]])
             for n in names[:5]:
-                leave(pages[n])
                 model.pop(n, None)
                 other.pop(n, None)
         else:
             for n in names[:5]:
                 pages[n].busy = not pages[n].busy
-            victim = queue.victim(at)
+            victims = list(queue.victims(len(names) + 1, at))
             for n in list(model):
                 if not pages[n].busy:
-                    assert victim is pages[n]
                     break
                 model.move_to_end(n)
-            else:
-                assert victim is None
+            idle = itertools.takewhile(lambda n: not pages[n].busy, model)
+            assert victims == [pages[n] for n in itertools.islice(idle, len(victims))]
+            assert len(victims) <= len(names) + 1
+            assert victims or all(pages[n].busy for n in model)
         for each, expected in zip(queues, models, strict=True):
             each.validate()
             assert [number[page.hash] for page in each] == list(expected)
@@ -122,7 +123,7 @@ def test_a_chains_tail_goes_before_its_head(policy: str) -> None:
     assert [page.hash for page in order.coldest()] == [page.hash for page in reversed(pages)]
     order.touched(pages[:150])
     assert evict(order, 300) == pages[::-1]
-    assert order.victim() is None
+    assert not order.victims(100)
 
 
 @every_policy
@@ -135,12 +136,48 @@ def test_pages_in_use_stay_and_those_behind_them_go(policy: str) -> None:
         page.busy = True
     gone = evict(order, 20)
     assert sorted(map(id, gone)) == sorted(map(id, pages[1::2]))
-    assert order.victim() is None
+    assert not order.victims(100)
     order.validate()
     for page in pages[::2]:
         page.busy = False
     assert len(evict(order, 20)) == 20
     assert len(order) == 0
+
+
+@every_policy
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_pages_that_go_together_are_those_that_would_go_one_by_one(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    together, single = make_policy(policy), make_policy(policy)
+    pages: dict[bytes, tuple[Busy, Busy]] = {}
+    for step in range(40):
+        new = chain((seed, step // 2), rng.randrange(1, 60))  # every other one has gone before, in part
+        new = [page for page in new if page.hash not in pages]
+        pages |= {page.hash: (page, Busy(page.hash)) for page in new}
+        together.inserted(new)
+        single.inserted([pages[page.hash][1] for page in new])
+        for event in ("touched", "arranged"):
+            some = rng.sample(sorted(pages), min(len(pages), rng.randrange(30)))
+            for which, order in enumerate((together, single)):
+                getattr(order, event)([pages[name][which] for name in some])
+        for name in rng.sample(sorted(pages), min(len(pages), 3)):
+            for page in pages[name]:
+                page.busy = not page.busy
+        left = rng.randrange(60)
+        while left:
+            gone = together.victims(left)[: rng.randrange(1, 60)]
+            assert len(gone) <= left
+            together.removed(gone, evicted=True)
+            assert [page.hash for page in gone] == [page.hash for page in evict(single, len(gone))]
+            for page in gone:
+                del pages[page.hash]
+            left -= len(gone)
+            if not gone:
+                assert not single.victims(1), "all are in use"
+                break
+        assert [page.hash for page in together.coldest()] == [page.hash for page in single.coldest()]
+        together.validate()
 
 
 @every_policy
@@ -205,20 +242,20 @@ def test_the_factor_follows_what_comes_back() -> None:
 
 def test_a_page_that_went_is_remembered_for_two_generations_and_no_longer() -> None:
     ghosts = Ghosts()
-    ghosts.put(page_hash("a"), 1, 100)
+    ghosts.put([page_hash("a")], 1, 100)
     for n in range(150):
-        ghosts.put(page_hash(n), 1, 100)
-    kind, age = ghosts.take(page_hash("a")) or (0, 0.0)
+        ghosts.put([page_hash(n)], 1, 100)
+    ((_, kind, age),) = ghosts.take([page_hash("b"), page_hash("a")])
     assert kind == 1
     assert 1.1 < age < 1.6
-    assert ghosts.take(page_hash("a")) is None, "once"
-    ghosts.put(page_hash("b"), 0, 100)
+    assert not list(ghosts.take([page_hash("a")])), "once"
+    ghosts.put([page_hash("b")], 0, 100)
     for n in range(260):
-        ghosts.put(page_hash(("x", n)), 0, 100)
-    assert ghosts.take(page_hash("b")) is None
-    assert sum(ghosts.take(page_hash(("never", n))) is not None for n in range(5000)) <= 3
-    remembered = sum(ghosts.take(page_hash(("x", n))) is not None for n in range(200, 260))
-    assert remembered > 50, "most of them; collisions lose a few"
+        ghosts.put([page_hash(("x", n))], 0, 100)
+    assert not list(ghosts.take([page_hash("b")]))
+    assert len(list(ghosts.take(page_hash(("never", n)) for n in range(5000)))) <= 3
+    remembered = list(ghosts.take(page_hash(("x", n)) for n in range(200, 260)))
+    assert len(remembered) > 50, "most of them; collisions lose a few"
 
 
 @every_policy

@@ -237,6 +237,43 @@ def test_background_eviction_stops_at_the_low_watermark() -> None:
     assert present(store, 8) == [1]
 
 
+def test_a_page_stored_anew_is_not_what_the_cold_tier_has() -> None:
+    store = small()
+    store_all(store, keys("a"), length=PAGE)
+    store.keep(NS, [keys("a")])
+    page = store.page(NS, keys("a"))
+    assert page is not None
+    assert page.kept
+    store_all(store, keys("a"), length=GRANULE)
+    assert store.page(NS, keys("a")) is page
+    assert not page.kept
+
+
+def test_no_more_goes_than_it_takes() -> None:
+    store = small(100)
+    for chain in range(10):
+        store_all(store, keys(*((chain, page) for page in range(10))))
+    txn, status, _ = store.reserve(1, NS, keys(*range(7)), PAGE)
+    assert status == bytes([WRITE]) * 7
+    assert (store.stats.evicted, store.used_bytes) == (7, 100 * PAGE)
+    store.commit(1, txn, b"\x01" * 7, [0] * 7)
+    store.validate()
+
+
+def test_changes_are_told_in_their_order_however_few_at_once() -> None:
+    store = small(8, track_changes=True)
+    store_all(store, keys(*range(6)))
+    store.discard(NS, keys(2, 3), "checksum")
+    store_all(store, keys(3, 7))
+    known: set[bytes] = set()
+    for _ in range(20):
+        added, removed = store.drain_changes(3)
+        assert sum(len(blob) // 32 for _, blob in added + removed) <= 3
+        known |= {blob[at : at + 32] for _, blob in added for at in range(0, len(blob), 32)}
+        known -= {blob[at : at + 32] for _, blob in removed for at in range(0, len(blob), 32)}
+    assert known == {keys(n) for n in (0, 1, 3, 4, 5, 7)}
+
+
 def test_changes_tell_the_master_the_last_word_on_each_key() -> None:
     store = small(2, track_changes=True)
     store_all(store, keys("a", "b"))

@@ -17,7 +17,9 @@ Owners are connections. Whatever an owner holds (pins, reservations) ends with `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import struct
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -31,6 +33,8 @@ from hicache_mooncake.protocol import FETCH, HASH_BYTES, HAVE, LOCAL, REMOTE, WA
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
 _SCANNED_FOR_WINDOWS = (2048, 8192)
 _WINDOWS_AT_ONCE = 32
+_EVICTED_AT_ONCE = 256
+_CUT_AT_ONCE = 128
 
 OWN, GUEST, REPLICA = 0, 1, 2
 """What a page is to this node: its own; given away by another node and evicted before the own ones; a copy of what other nodes
@@ -109,9 +113,9 @@ class LogicalPage(Evictable, gc=False, eq=False):
     @property
     def in_use(self) -> bool:
         held = self.held
-        if self.writers:
-            return True
-        return any(part.pins for part in held) if isinstance(held, list) else held is not None and held.pins > 0
+        if isinstance(held, Entry):
+            return self.writers > 0 or held.pins > 0
+        return self.writers > 0 or any(part.pins for part in held or ())
 
     def part(self, home: Home) -> Entry:
         """Its object in a namespace that has it."""
@@ -249,7 +253,10 @@ class Store:
         """There is a cold tier, to which pages are written before they are evicted."""
         self._track_changes = track_changes
         self._max_changes = max_changes
-        self._changes: deque[tuple[bool, bytes, bytes]] = deque()
+        self._changes: deque[tuple[bool, bytes, tuple[bytes, ...]]] = deque()
+        """(added or removed, namespace, hashes), in the order in which it was."""
+        self._changes_waiting = 0
+        """Hashes in them."""
         self.changes_lost = False
         """More changes than `max_changes` were waiting: the next reader of changes must send a snapshot instead."""
 
@@ -307,24 +314,30 @@ class Store:
         pinned: list[Entry] = []
         pages: list[LogicalPage] = []
         budget = int(self.allocator.capacity * self.max_pinned_share * pinned_share)
+        pinned_bytes = self.pinned_bytes
         found = map(home.pages.get, _split(hashes)) if home is not None else ()
         for i, page in enumerate(found):
             if page is None:
                 continue
-            assert home is not None
-            entry = page.part(home)
+            entry = page.held
+            if not isinstance(entry, Entry):
+                assert home is not None
+                entry = page.part(home)
             if entry.length != length:
                 status[i] = WRONG_LENGTH
                 self.stats.reasons["wrong_length"] += 1
                 continue
-            if entry.pins == 0 and self.pinned_bytes + length > budget and self.pinned_bytes > 0:
-                self.stats.reasons["pin_limit"] += 1
-                continue
-            self._pin(entry)
+            if not entry.pins:
+                if pinned_bytes + length > budget and pinned_bytes > 0:
+                    self.stats.reasons["pin_limit"] += 1
+                    continue
+                pinned_bytes += length
+            entry.pins += 1
             pinned.append(entry)
             pages.append(page)
             body = entry.body
             status[i], where[i], checksum[i] = LOCAL, (body & _GRANULES) * GRANULE, body >> _GRANULE_BITS
+        self.pinned_bytes = pinned_bytes
         if touch and pages:
             self._touched(pages)
         pin = self._new_id()
@@ -378,15 +391,18 @@ class Store:
         home = self._index.get(namespace)
         count = len(hashes) // HASH_BYTES
         status, where = bytearray(count), [0] * count
-        reservation = Reservation(owner, namespace, length, [], [], hashes, rank)
         each = _split(hashes)
-        found = [None] * count if home is None else [home.pages.get(page_hash) for page_hash in each]
+        found = [None] * count if home is None else list(map(home.pages.get, each))
         present: list[LogicalPage] = []
         parts: list[Entry] = []
         missing: list[int] = []
         for i, known in enumerate(found):
-            part = known.part(home) if known is not None and home is not None else None
-            if known is None or part is None or part.length != length:
+            if known is None:
+                missing.append(i)
+                continue
+            assert home is not None
+            part = known.part(home)
+            if part.length != length:
                 missing.append(i)
                 found[i] = None
                 continue
@@ -397,13 +413,10 @@ class Store:
         offsets = self._allocate_many(length, len(missing), evict)
         for i, offset in zip(missing, offsets, strict=False):
             status[i], where[i] = WRITE, offset
-            reservation.offsets.append(offset)
-        reservation.pages = pages[: len(offsets)]
-        for page in pages[len(offsets) :]:
-            self._not_written(page)
+        self._not_written(pages[len(offsets) :])
         end = missing[len(offsets)] if len(offsets) < len(missing) else count
         self.stats.refused += len(missing) - len(offsets)
-        for i, known in enumerate(found[:end]):
+        for i, known in enumerate(found[:end]) if parts else ():
             if known is not None:
                 status[i] = HAVE
         self._unpin(parts)
@@ -413,12 +426,14 @@ class Store:
                 worse = (page.rank == GUEST and rank == OWN) or (page.rank == REPLICA and not evict)
                 if worse and page.held is not None:
                     self._rank(page, rank)
-        self._touched([page for page in present if page.held is not None], arranged=True)
+        if present:
+            self._touched([page for page in present if page.held is not None], arranged=True)
         self.stats.had += len(present)
         txn = self._new_id()
-        if reservation.offsets:
-            self._reservations[txn] = reservation
-            self._reserved += len(reservation.offsets)
+        if offsets:
+            written = pages[: len(offsets)]
+            self._reservations[txn] = Reservation(owner, namespace, length, written, offsets, hashes, rank)
+            self._reserved += len(offsets)
             self._hold(owner, txn)
         return txn, status, where
 
@@ -462,8 +477,7 @@ class Store:
         """Is any of these pages being fetched for all?"""
         if not self._claims:
             return False
-        each = range(0, len(hashes), HASH_BYTES)
-        return any(self._is_claimed(namespace, hashes[at : at + HASH_BYTES], now) for at in each)
+        return any(self._is_claimed(namespace, page_hash, now) for page_hash in _split(hashes))
 
     def _is_claimed(self, namespace: bytes, page_hash: bytes, now: float) -> bool:
         claim = self._claims.get((namespace, page_hash))
@@ -482,44 +496,50 @@ class Store:
         self._let_go(owner, txn)
         self._end_claims(txn, reservation)
         namespace, length = reservation.namespace, reservation.length
-        result = bytearray(len(reservation.offsets))
+        pages, offsets = reservation.pages, reservation.offsets
+        result = bytearray(len(offsets))
+        home = self._index.get(namespace)
+        if home is None:
+            home = Home(namespace)
         new: list[LogicalPage] = []
-        column = zip(reservation.pages, reservation.offsets, ok, checksums, strict=False)
-        done = stored = 0
-        for i, (page, offset, whole, checksum) in enumerate(column):
-            done = i + 1
+        stored: list[bytes] = []
+        unused: list[int] = []
+        done = 0
+        for done, (page, offset, whole, checksum) in enumerate(zip(pages, offsets, ok, checksums, strict=False), 1):
             if not whole:
-                self.allocator.free(offset, length)
+                unused.append(offset)
                 self.stats.abandoned += 1
                 continue
-            result[i] = 1
-            home = self._home(namespace)
-            other = home.pages.get(page.hash)
+            result[done - 1] = 1
+            page_hash = page.hash
+            other = home.pages.get(page_hash)
             if other is not None:
                 existing = other.part(home)
                 if existing.length == length:
-                    self.allocator.free(offset, length)
+                    unused.append(offset)
                     continue
-                self._remove(other, existing)
-                home = self._home(namespace)
-            entry = Entry(home, page.hash, checksum << _GRANULE_BITS | offset // GRANULE, length)
-            home.pages[page.hash] = page
+                self._remove([(other, existing)])
+            entry = Entry(home, page_hash, checksum << _GRANULE_BITS | offset // GRANULE, length)
+            home.pages[page_hash] = page
             if page.held is None:
                 page.rank = reservation.rank
+                page.held = entry
+                page.kept = False
                 new.append(page)
-            elif reservation.rank < page.rank:
-                self._rank(page, reservation.rank)
-            page.add(entry)
-            self._objects += 1
-            stored += 1
-            self._note(True, entry)
-        self.stats.stored += stored
-        self.stats.stored_bytes += stored * length
-        for offset in reservation.offsets[done:]:
-            self.allocator.free(offset, length)
-            self.stats.abandoned += 1
-        for page in reservation.pages:
-            self._not_written(page)
+            else:
+                if reservation.rank < page.rank:
+                    self._rank(page, reservation.rank)
+                page.add(entry)
+            stored.append(page_hash)
+        if stored:
+            self._index[namespace] = home
+            self._objects += len(stored)
+            self.stats.stored += len(stored)
+            self.stats.stored_bytes += len(stored) * length
+            self._note(True, namespace, stored)
+        self.stats.abandoned += len(offsets) - done
+        self.allocator.free_many(unused + offsets[done:], length)
+        self._not_written(pages)
         if new:
             self._policies[reservation.rank].inserted(new)
             if reservation.rank != OWN:
@@ -540,9 +560,8 @@ class Store:
             reservation = self._reservations.pop(held)
             self._reserved -= len(reservation.offsets)
             self._end_claims(held, reservation)
-            for page, offset in zip(reservation.pages, reservation.offsets, strict=True):
-                self._not_written(page)
-                self.allocator.free(offset, reservation.length)
+            self._not_written(reservation.pages)
+            self.allocator.free_many(reservation.offsets, reservation.length)
             self.stats.abandoned += len(reservation.offsets)
 
     def strand(self, owner: int, txn: int) -> Stranded:
@@ -555,8 +574,7 @@ class Store:
         self._reserved -= len(reservation.offsets)
         self._let_go(owner, txn)
         self._end_claims(txn, reservation)
-        for page in reservation.pages:
-            self._not_written(page)
+        self._not_written(reservation.pages)
         self._lent |= dict.fromkeys(reservation.offsets, reservation.length)
         self.stats.abandoned += len(reservation.offsets)
         return Stranded(list(reservation.offsets), blocks_of(reservation.length) * len(reservation.offsets))
@@ -602,9 +620,10 @@ class Store:
             if not home.pages:
                 self._condemned.popleft()
                 continue
-            _, page = home.pages.popitem()  # from the end: a dict's first item is found by passing over all that went before
-            self._remove(page, page.part(home))
-            swept += 1
+            # From the end: a dict's first item is found by passing over all that went before.
+            pages = [home.pages.popitem()[1] for _ in range(min(limit - swept, len(home)))]
+            self._remove([(page, page.part(home)) for page in pages])
+            swept += len(pages)
         return swept
 
     def evict_to_low(self, limit: int = 256) -> int:
@@ -613,8 +632,11 @@ class Store:
             return 0
         self._evicting = self.allocator.used > self.low_bytes
         gone = 0
-        while gone < limit and self.allocator.used > self.low_bytes and self._evict_one():
-            gone += 1
+        while gone < limit and (above := self.allocator.used - self.low_bytes) > 0:
+            went = self._evict_first(limit - gone, above)
+            if not went:
+                break
+            gone += went
         if gone == 0 or self.allocator.used <= self.low_bytes:
             self._evicting = False
         return gone
@@ -686,11 +708,16 @@ class Store:
     def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
         """Up to `limit` changes since the last call, in an order in which the last word on a key is right: pairs of
         (namespace, blob of hashes), added and removed, no key in both."""
-        last: dict[tuple[bytes, bytes], bool] = {}
-        for _ in range(min(limit, len(self._changes))):
-            added, namespace, page_hash = self._changes.popleft()
-            last[namespace, page_hash] = added
-        return _group(key for key, added in last.items() if added), _group(key for key, added in last.items() if not added)
+        last: dict[bytes, dict[bytes, bool]] = {}
+        while limit > 0 and self._changes:
+            added, namespace, hashes = self._changes.popleft()
+            if len(hashes) > limit:
+                self._changes.appendleft((added, namespace, hashes[limit:]))
+                hashes = hashes[:limit]
+            limit -= len(hashes)
+            self._changes_waiting -= len(hashes)
+            last.setdefault(namespace, {}).update(dict.fromkeys(hashes, added))
+        return _those(last, True), _those(last, False)
 
     def snapshot(self) -> list[tuple[bytes, bytes]]:
         """Every key held, as pairs of (namespace, blob of hashes). Pending changes stay: another master may need them."""
@@ -724,7 +751,7 @@ class Store:
             return []
         if self.max_objects:
             while evict and self._objects + self._reserved + count > self.max_objects:
-                if not self.sweep(1) and not self._evict_one():
+                if not self.sweep(1) and not self._evict_first(1):
                     break
             count = min(count, max(0, self.max_objects - self._objects - self._reserved))
         offsets = self.allocator.allocate_many(length, count) if count else []
@@ -750,7 +777,7 @@ class Store:
             offset = self.allocator.allocate(length)
             if offset is not None:
                 return offset
-            if not self.sweep(1) and not self._evict_one():
+            if not self.sweep(1) and not self._evict_first(1):
                 return None
         return None
 
@@ -759,8 +786,9 @@ class Store:
         needed = blocks_of(length) * count
         if length > self.allocator.capacity:
             return
-        while self.allocator.capacity - self.allocator.used < needed and (self.sweep(1) or self._evict_one()):
-            pass
+        while (missing := needed - (self.allocator.capacity - self.allocator.used)) > 0:
+            if not self.sweep(count) and not self._evict_first(_EVICTED_AT_ONCE, missing):
+                return
 
     def _make_windows(self, length: int, count: int, scanned: int) -> None:
         """There are bytes enough, in pieces: pages of another size were here before. Of the pages that would go soon those go
@@ -806,54 +834,77 @@ class Store:
             if count <= 0:
                 break
             count -= wide // size
-            for page in pages:
-                if page.held is not None:
-                    self._evict(page)
+            self._evict([(page, part) for page in dict.fromkeys(pages) for part in page.parts])
 
-    def _evict_one(self) -> bool:
-        """Forget the page that goes first of those that nobody reads or writes."""
+    def _evict_first(self, limit: int, needed: int = 1) -> int:
+        """Forget pages that go first of those that nobody reads or writes, at most `limit` and no more than it takes for
+        `needed` bytes. Returns how many went: fewer than that maybe, but 0 only where none may go."""
         for rank in _EVICTED:
-            page = self._policies[rank].victim()
-            if page is not None:
-                self._evict(page)
-                return True
-        return False
+            victims = self._policies[rank].victims(limit)
+            if not victims:
+                continue
+            went = 0
+            parts: list[tuple[LogicalPage, Entry]] = []
+            for page in victims:
+                went += 1
+                for part in page.parts:
+                    parts.append((page, part))
+                    needed -= blocks_of(part.length)
+                if needed <= 0:
+                    break
+            self._evict(parts)
+            return went
+        return 0
 
-    def _evict(self, page: LogicalPage) -> None:
-        self.stats.evicted_bytes += sum([part.length for part in page.parts])
-        gone = self._remove_page(page, evicted=True)
-        self.stats.evicted += gone
-        if self.keeping and not page.kept and page.rank != REPLICA:
-            self.stats.evicted_unkept += gone
+    def _evict(self, parts: Sequence[tuple[LogicalPage, Entry]]) -> None:
+        self.stats.evicted += len(parts)
+        self.stats.evicted_bytes += sum([part.length for _, part in parts])
+        if self.keeping:
+            self.stats.evicted_unkept += sum([not page.kept and page.rank != REPLICA for page, _ in parts])
+        self._remove(parts, evicted=True)
 
     def _rank(self, page: LogicalPage, rank: int) -> None:
         self._foreign += (rank != OWN) - (page.rank != OWN)
-        self._policies[page.rank].removed(page, evicted=False)
+        self._policies[page.rank].removed((page,), evicted=False)
         page.rank = rank
         self._policies[rank].inserted((page,))
 
-    def _remove_page(self, page: LogicalPage, *, evicted: bool = False) -> int:
-        parts = list(page.parts)
-        for part in parts:
-            self._remove(page, part, evicted=evicted)
+    def _remove_page(self, page: LogicalPage) -> int:
+        parts = page.parts
+        self._remove([(page, part) for part in parts])
         return len(parts)
 
-    def _remove(self, page: LogicalPage, entry: Entry, *, evicted: bool = False) -> None:
+    def _remove(self, parts: Sequence[tuple[LogicalPage, Entry]], *, evicted: bool = False) -> None:
         """Out of the index now; memory when the last reader is done."""
-        home = entry.home
-        home.pages.pop(entry.hash, None)
-        if not home.pages and self._index.get(home.name) is home:
-            del self._index[home.name]
-        page.take(entry)
-        self._objects -= 1
-        if page.held is None:
-            self._policies[page.rank].removed(page, evicted=evicted)
-            self._foreign -= page.rank != OWN
-            self._drop_if_empty(page)
-        entry.dead = True
-        self._note(False, entry)
-        if entry.pins == 0:
-            self.allocator.free(entry.offset, entry.length)
+        gone: dict[Home, list[bytes]] = {}
+        free: dict[int, list[int]] = {}
+        empty: list[LogicalPage] = []
+        for page, part in parts:
+            home, page_hash = part.home, part.hash
+            home.pages.pop(page_hash, None)
+            gone.setdefault(home, []).append(page_hash)
+            part.dead = True
+            if not part.pins:
+                free.setdefault(part.length, []).append((part.body & _GRANULES) * GRANULE)
+            if page.held is part:
+                page.held = None
+                empty.append(page)
+            else:
+                page.take(part)
+        self._objects -= len(parts)
+        for home, hashes in gone.items():
+            if not home.pages and self._index.get(home.name) is home:
+                del self._index[home.name]
+            anew = self._index.get(home.name)
+            if anew is not None and anew is not home:  # since this one was cleared
+                hashes = [page_hash for page_hash in hashes if page_hash not in anew]
+            self._note(False, home.name, hashes)
+        for length, offsets in free.items():
+            self.allocator.free_many(offsets, length)
+        for rank, of_it in self._by_rank(empty):
+            self._policies[rank].removed(of_it, evicted=evicted)
+            self._foreign -= len(of_it) if rank != OWN else 0
+        self._drop_empty(empty)
 
     def touch(self, namespace: bytes, hashes: bytes) -> None:
         """These pages are one chain, head first: those that are here count as recent, the head most of all, so that it goes
@@ -865,22 +916,17 @@ class Store:
 
     def _touched(self, pages: Sequence[LogicalPage], *, arranged: bool = False) -> None:
         """Head of the chain first."""
-        ranks: Iterable[int] = (OWN,)
-        if self._foreign:
-            ranks = {page.rank for page in pages}
-        for rank in ranks:
+        for rank, of_it in self._by_rank(pages):
             policy = self._policies[rank]
-            of_it = [page for page in pages if page.rank == rank] if self._foreign else pages
             if arranged:
                 policy.arranged(of_it)
             else:
                 policy.touched(of_it)
 
-    def _home(self, namespace: bytes) -> Home:
-        home = self._index.get(namespace)
-        if home is None:
-            home = self._index[namespace] = Home(namespace)
-        return home
+    def _by_rank(self, pages: Sequence[LogicalPage]) -> Iterable[tuple[int, Sequence[LogicalPage]]]:
+        if not self._foreign:
+            return ((OWN, pages),)
+        return [(rank, [page for page in pages if page.rank == rank]) for rank in _EVICTED]
 
     def _hold(self, owner: int, held: int) -> None:
         self._held_by.setdefault(owner, set()).add(held)
@@ -907,36 +953,44 @@ class Store:
         elif not group.pages and group.first not in self._index:
             group.first = namespace
         first = self._index.get(group.first)
+        known, name = group.pages, group.name
         pages: list[LogicalPage] = []
         for page_hash in hashes:
-            page = group.pages.get(page_hash)
+            page = known.get(page_hash)
             if page is None:
                 page = first.pages.get(page_hash) if first is not None else None
-                if page is None or page.group != group.name:
-                    page = LogicalPage(page_hash, group=group.name)
+                if page is None or page.group != name:
+                    page = LogicalPage(page_hash, group=name)
                     group.count += 1
-                group.pages[page_hash] = page
+                known[page_hash] = page
             page.writers += 1
             pages.append(page)
         return pages
 
-    def _not_written(self, page: LogicalPage) -> None:
-        page.writers -= 1
-        self._drop_if_empty(page)
-        if page.writers == 0 and isinstance(page.held, Entry):
-            group = self._groups[page.group]
-            if page.held.home is self._index.get(group.first) and group.pages.get(page.hash) is page:
-                del group.pages[page.hash]
-
-    def _drop_if_empty(self, page: LogicalPage) -> None:
-        if page.held is not None or page.writers:
+    def _not_written(self, pages: Sequence[LogicalPage]) -> None:
+        """Pages of one group, each with one writer less."""
+        if not pages:
             return
-        group = self._groups[page.group]
-        if group.pages.get(page.hash) is page:
-            del group.pages[page.hash]
-        group.count -= 1
-        if not group.count:
-            del self._groups[page.group]
+        group = self._groups[pages[0].group]
+        first = self._index.get(group.first)
+        for page in pages:
+            page.writers -= 1
+            held = page.held
+            if isinstance(held, Entry) and held.home is first and not page.writers and group.pages.get(page.hash) is page:
+                del group.pages[page.hash]
+        self._drop_empty(dict.fromkeys([page for page in pages if page.held is None]))
+
+    def _drop_empty(self, pages: Iterable[LogicalPage]) -> None:
+        """Of pages without parts, those that nobody writes."""
+        for page in pages:
+            if page.writers:
+                continue
+            group = self._groups[page.group]
+            if group.pages.get(page.hash) is page:
+                del group.pages[page.hash]
+            group.count -= 1
+            if not group.count:
+                del self._groups[page.group]
 
     def _pin(self, entry: Entry) -> None:
         if entry.pins == 0:
@@ -951,16 +1005,16 @@ class Store:
                 if entry.dead:
                     self.allocator.free(entry.offset, entry.length)
 
-    def _note(self, added: bool, entry: Entry) -> None:
-        if not self._track_changes or self.changes_lost:
+    def _note(self, added: bool, namespace: bytes, hashes: Sequence[bytes]) -> None:
+        if not self._track_changes or self.changes_lost or not hashes:
             return
-        if not added and entry.hash in self._index.get(entry.namespace, ()):
-            return  # stored anew since its namespace was cleared
-        if len(self._changes) >= self._max_changes:
+        if self._changes_waiting + len(hashes) > self._max_changes:
             self._changes.clear()
+            self._changes_waiting = 0
             self.changes_lost = True
             return
-        self._changes.append((added, entry.namespace, entry.hash))
+        self._changes.append((added, namespace, tuple(hashes)))
+        self._changes_waiting += len(hashes)
 
     def entries(self) -> Iterator[Entry]:
         """Every object, those of the pages that go first first."""
@@ -1034,11 +1088,18 @@ class Store:
 
 
 def _split(hashes: bytes) -> list[bytes]:
-    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+    each: list[bytes] = []
+    for at in range(0, len(hashes), _CUT_AT_ONCE * HASH_BYTES):
+        each += _cutter(min(_CUT_AT_ONCE, (len(hashes) - at) // HASH_BYTES)).unpack_from(hashes, at)
+    return each
 
 
-def _group(keys: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    grouped: dict[bytes, list[bytes]] = {}
-    for namespace, page_hash in keys:
-        grouped.setdefault(namespace, []).append(page_hash)
-    return [(namespace, b"".join(hashes)) for namespace, hashes in grouped.items()]
+@functools.cache
+def _cutter(count: int) -> struct.Struct:
+    """Cuts so many hashes in a fraction of the time that a slice of each takes."""
+    return struct.Struct(f"{HASH_BYTES}s" * count)
+
+
+def _those(last: dict[bytes, dict[bytes, bool]], added: bool) -> list[tuple[bytes, bytes]]:
+    blobs = [(namespace, b"".join([key for key, was in of_it.items() if was is added])) for namespace, of_it in last.items()]
+    return [(namespace, blob) for namespace, blob in blobs if blob]

@@ -11,6 +11,7 @@ A page that comes back within two generations of the cache is one that was asked
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from hicache_mooncake.node.policy.base import Policy
@@ -35,12 +36,8 @@ class Adaptive(Policy[P]):
 
     def inserted(self, pages: Sequence[P]) -> None:
         back = 0
-        for at, page in enumerate(pages, 1):
-            ghost = self._ghosts.take(page.hash)
-            if ghost is None:
-                continue
-            back = at
-            kind, age = ghost
+        for at, kind, age in self._ghosts.take([page.hash for page in pages]):
+            back = at + 1
             if age <= _JUST_NOW:
                 step = 1 + min(0.02, 300 / max(1, len(self)))
                 self.factor = min(_LARGEST_FACTOR, self.factor * step) if kind else max(1.0, self.factor / step)
@@ -53,15 +50,18 @@ class Adaptive(Policy[P]):
         again = (at for at in range(len(pages), 0, -1) if _queue(pages[at - 1]) is self._again)
         self._append(pages, next(again, 0))
 
-    def removed(self, page: P, *, evicted: bool) -> None:
-        if evicted:
-            self._ghosts.put(page.hash, int(_queue(page) is self._again), len(self))
-        super().removed(page, evicted=evicted)
+    def removed(self, pages: Sequence[P], *, evicted: bool) -> None:
+        held = len(self)
+        for again, of_it in itertools.groupby(pages if evicted else (), lambda page: _queue(page) is self._again):
+            hashes = [page.hash for page in of_it]
+            self._ghosts.put(hashes, int(again), held)
+            held -= len(hashes)
+        super().removed(pages, evicted=evicted)
 
-    def victim(self) -> P | None:
+    def victims(self, limit: int) -> Sequence[P]:
         once, again = self._once, self._again
         first, second = (once, again) if self._once_first() else (again, once)
-        return first.victim(self._clock) or second.victim(self._clock)
+        return first.victims(limit, self._clock) or second.victims(limit, self._clock)
 
     def coldest(self) -> Iterator[P]:
         return heapq.merge(self._once, self._again, key=self._coldness, reverse=True)

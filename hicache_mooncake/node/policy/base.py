@@ -29,13 +29,14 @@ class Policy(ABC, Generic[P]):
     def arranged(self, pages: Sequence[P]) -> None:
         """Pages whose place in a chain has become known. Nobody has asked for them anew."""
 
-    def removed(self, page: P, *, evicted: bool) -> None:
-        """It is gone: to make room, or for another reason."""
-        leave(page)
+    def removed(self, pages: Sequence[P], *, evicted: bool) -> None:
+        """They are gone: to make room, or for another reason."""
+        leave(pages)
 
     @abstractmethod
-    def victim(self) -> P | None:
-        """The page that goes first of those not in use, or None when all are. It stays until `removed`."""
+    def victims(self, limit: int) -> Sequence[P]:
+        """The pages that go first of those not in use, in order: at most `limit` (> 0), as many as are found at once, none when
+        all are in use. They stay until `removed`; when the leading ones are, the others are still those that go first."""
 
     @abstractmethod
     def coldest(self) -> Iterator[P]:

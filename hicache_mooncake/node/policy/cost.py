@@ -43,7 +43,7 @@ class Cost(Policy[P]):
     def arranged(self, pages: Sequence[P]) -> None:
         self._place(pages)
 
-    def victim(self) -> P | None:
+    def victims(self, limit: int) -> Sequence[P]:
         for _ in range(len(self._priorities)):
             priority = self._priorities[0]
             queue = self._queues[priority]
@@ -51,12 +51,12 @@ class Cost(Policy[P]):
                 heapq.heappop(self._priorities)
                 del self._queues[priority], self._of_queue[id(queue)]
                 continue
-            page = queue.victim()
-            if page is None:
+            pages = queue.victims(limit)
+            if not pages:
                 break
             self._clock = max(self._clock, priority)
-            return page
-        return next((page for priority in sorted(self._queues) if (page := self._queues[priority].victim()) is not None), None)
+            return pages
+        return next((pages for priority in sorted(self._queues) if (pages := self._queues[priority].victims(limit))), ())
 
     def coldest(self) -> Iterator[P]:
         return (page for priority in sorted(self._queues) for page in self._queues[priority])

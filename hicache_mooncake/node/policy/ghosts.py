@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
+from collections.abc import Iterable, Iterator
 
 _STAMPS = 1 << 15
+_fingerprint = struct.Struct("<Q").unpack_from
 
 
 class Ghosts:
@@ -20,34 +23,39 @@ class Ghosts:
         self._stamps = [1, 1]
         self._gone = [0, 0]
 
-    def put(self, page_hash: bytes, kind: int, held: int) -> None:
-        """A page has gone from a cache that holds `held`. `kind`: 0 or 1."""
+    def put(self, hashes: Iterable[bytes], kind: int, held: int) -> None:
+        """Pages have gone, in this order, from a cache that held `held` with them. `kind`: 0 or 1."""
         if 4 * held > 2 * len(self._table):
             self._mask = (1 << (4 * held - 1).bit_length()) - 1
             self._table = array("I", bytes(4 * (self._mask + 1)))
-        self._gone[kind] += 1
-        if self._gone[kind] * 32 >= held:
-            self._gone[kind] = 0
-            self._stamps[kind] = (self._stamps[kind] + 1) % _STAMPS
-        bits = int.from_bytes(page_hash[:8], "little")
-        slot, mark = bits & self._mask, bits >> 32 & 0xFFFF
-        table = self._table
-        if table[slot] & 0xFFFF != mark and self._age(table[slot]) < self._age(table[slot ^ 1]):
-            slot ^= 1
-        table[slot] = self._stamps[kind] << 17 | kind << 16 | mark
+        table, mask, stamps, gone = self._table, self._mask, self._stamps, self._gone[kind]
+        for (bits,) in map(_fingerprint, hashes):
+            gone += 1
+            if gone * 32 >= held:
+                gone = 0
+                stamps[kind] = (stamps[kind] + 1) % _STAMPS
+            held -= 1
+            slot, mark = bits & mask, bits >> 32 & 0xFFFF
+            there, beside = table[slot], table[slot ^ 1]
+            if there and there & 0xFFFF != mark:
+                age = (stamps[there >> 16 & 1] - (there >> 17)) % _STAMPS
+                if not beside or age < (stamps[beside >> 16 & 1] - (beside >> 17)) % _STAMPS:
+                    slot ^= 1
+            table[slot] = stamps[kind] << 17 | kind << 16 | mark
+        self._gone[kind] = gone
 
-    def take(self, page_hash: bytes) -> tuple[int, float] | None:
-        """(kind, how many of its kind have gone since, as a share of those held) of a page that went lately; forgets it."""
-        bits = int.from_bytes(page_hash[:8], "little")
-        slot, mark = bits & self._mask, bits >> 32 & 0xFFFF
-        for each in (slot, slot ^ 1):
-            entry = self._table[each]
-            if entry and entry & 0xFFFF == mark:
-                age = self._age(entry)
-                if age <= 64:
-                    self._table[each] = 0
-                    return entry >> 16 & 1, age / 32
-        return None
-
-    def _age(self, entry: int) -> int:
-        return (self._stamps[entry >> 16 & 1] - (entry >> 17)) % _STAMPS if entry else _STAMPS
+    def take(self, hashes: Iterable[bytes]) -> Iterator[tuple[int, int, float]]:
+        """(position, kind, how many of its kind have gone since, as a share of those held) of each page that went lately;
+        forgets it."""
+        table, mask, stamps = self._table, self._mask, self._stamps
+        for at, (bits,) in enumerate(map(_fingerprint, hashes)):
+            slot, mark = bits & mask, bits >> 32 & 0xFFFF
+            if table[slot] & 0xFFFF != mark and table[slot ^ 1] & 0xFFFF != mark:
+                continue
+            for each in (slot, slot ^ 1):
+                entry = table[each]
+                age = (stamps[entry >> 16 & 1] - (entry >> 17)) % _STAMPS
+                if entry and entry & 0xFFFF == mark and age <= 64:
+                    table[each] = 0
+                    yield at, entry >> 16 & 1, age / 32
+                    break

@@ -20,8 +20,8 @@ class Lru(Policy[P]):
 
     touched = arranged = inserted
 
-    def victim(self) -> P | None:
-        return self._queue.victim()
+    def victims(self, limit: int) -> Sequence[P]:
+        return self._queue.victims(limit)
 
     def coldest(self) -> Iterator[P]:
         return iter(self._queue)

@@ -7,7 +7,8 @@ segment. All operations are O(pages named), amortised; a page costs 25 bytes her
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -94,14 +95,18 @@ class Queue(Generic[P]):
         for at in range(0, len(pages), _LONGEST):
             self._append_many(tuple(pages[at : at + _LONGEST]), stamp)
 
-    def victim(self, stamp: int = 0) -> P | None:
-        """The coldest page that is not in use; those in use that are met on the way move up. It stays in the queue."""
-        for _ in range(self.count):
+    def victims(self, limit: int, stamp: int = 0) -> Sequence[P]:
+        """The coldest pages that are not in use, at most `limit` (> 0) and no more than are neighbours; none when all are in
+        use. They stay in the queue. Those in use that are met before the first move up, and then it is only that one, as the
+        queue is younger than it was."""
+        for moved in range(self.count):
             page = self.first()
-            if page is None or not page.in_use:
-                return page
+            if page is None:
+                break
+            if not page.in_use:
+                return self._idle(1 if moved else limit)
             self._append_few((page,), stamp)
-        return None
+        return ()
 
     def first(self) -> P | None:
         """The coldest page."""
@@ -113,6 +118,20 @@ class Queue(Generic[P]):
             at += 1
         segment.start = at
         return pages[at]
+
+    def _idle(self, limit: int) -> list[P]:
+        """Of the coldest segment, up to the first page that is in use."""
+        segment = self._oldest
+        idle: list[P] = []
+        for page in itertools.islice(segment.pages, segment.start, None) if segment is not None else ():
+            if page.segment is not segment:
+                continue
+            if page.in_use:
+                break
+            idle.append(page)
+            if len(idle) == limit:
+                break
+        return idle
 
     @property
     def coldest_stamp(self) -> int:
@@ -135,8 +154,7 @@ class Queue(Generic[P]):
         segment = self._newest
         if segment is not None and segment.pages[-len(pages) :] == pages and all(page.segment is segment for page in pages):
             return
-        for page in pages:
-            leave(page)
+        leave(pages)
         segment = self._newest
         # Nothing is added to a segment that a page has left: the page might come back, and would be in it twice.
         if (
@@ -154,26 +172,10 @@ class Queue(Generic[P]):
 
     def _append_many(self, pages: tuple[P, ...], stamp: int) -> None:
         segment = self._new_segment(stamp, pages)
-        last: Segment[P] | None = None
-        run = twice = 0
-        for page in pages:
-            old = page.segment
-            if old is not last:
-                if last is not None:
-                    last.queue._left(last, run)
-                last, run = old, 0
-            if old is segment:
-                twice += 1
-                last = None
-                continue
-            page.segment = segment
-            run += 1
-        if twice:
+        segment.live = _move(pages, segment)
+        if segment.live < len(pages):
             segment.pages = tuple(dict.fromkeys(pages))
-        segment.live = len(segment.pages)
         self.count += segment.live
-        if last is not None:
-            last.queue._left(last, run)
 
     def _new_segment(self, stamp: int, pages: tuple[P, ...]) -> Segment[P]:
         segment = Segment(self, stamp, pages, self._newest)
@@ -225,9 +227,26 @@ class Queue(Generic[P]):
         assert self.count == count
 
 
-def leave(page: Evictable) -> None:
-    """Out of its queue, if it is in one."""
-    segment = page.segment
-    if segment is not None:
-        page.segment = None
-        segment.queue._left(segment, 1)
+def leave(pages: Iterable[Evictable]) -> None:
+    """Out of their queues, those that are in one."""
+    _move(pages, None)
+
+
+def _move(pages: Iterable[Evictable], to: Segment[Any] | None) -> int:
+    """Out of their segments into this one, or into none. Returns how many were not there yet."""
+    moved = run = 0
+    last: Segment[Any] | None = None
+    for page in pages:
+        segment = page.segment
+        if segment is to:
+            continue
+        if segment is not last:
+            if last is not None:
+                last.queue._left(last, run)
+            last, run = segment, 0
+        page.segment = to
+        moved += 1
+        run += 1
+    if last is not None:
+        last.queue._left(last, run)
+    return moved

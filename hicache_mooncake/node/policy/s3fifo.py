@@ -27,12 +27,10 @@ class S3Fifo(Policy[P]):
         return self._small, self._main
 
     def inserted(self, pages: Sequence[P]) -> None:
-        back = 0
-        for at, page in enumerate(pages, 1):
+        for page in pages:
             page.uses = 0
-            if self._ghosts.take(page.hash) is not None:
-                back = at
-        self._append(pages, back)
+        back = [at + 1 for at, _, _ in self._ghosts.take([page.hash for page in pages])]
+        self._append(pages, back[-1] if back else 0)
 
     def touched(self, pages: Sequence[P]) -> None:
         for page in pages:
@@ -44,24 +42,26 @@ class S3Fifo(Policy[P]):
         main = (at for at in range(len(new), 0, -1) if _queue(new[at - 1]) is self._main)
         self._append(new, next(main, 0))
 
-    def removed(self, page: P, *, evicted: bool) -> None:
-        if evicted and _queue(page) is self._small:
-            self._ghosts.put(page.hash, 0, len(self))
-        super().removed(page, evicted=evicted)
+    def removed(self, pages: Sequence[P], *, evicted: bool) -> None:
+        passed = [page.hash for page in pages if _queue(page) is self._small] if evicted else []
+        if passed:
+            self._ghosts.put(passed, 0, len(self))
+        super().removed(pages, evicted=evicted)
 
-    def victim(self) -> P | None:
-        """Pages that are met on the way lose a use or go to the end of the line."""
+    def victims(self, limit: int) -> Sequence[P]:
+        """One at a time, as with each it may become the other queue's turn. Pages that are met on the way lose a use or go to
+        the end of the line."""
         for _ in range((_MOST_USES + 2) * len(self)):
             small = self._small.count > _SMALL_SHARE * len(self) or not self._main.count
             page = (self._small if small else self._main).first()
             if page is None:
-                return None
+                return ()
             if not page.uses and not page.in_use:
-                return page
+                return (page,)
             if page.uses:
                 page.uses = 0 if small else page.uses - 1
             self._main.append((page,))
-        return self._small.victim() or self._main.victim()
+        return self._small.victims(1) or self._main.victims(1)
 
     def _append(self, pages: Sequence[P], main: int) -> None:
         """So many leading ones belong to the main queue: whoever asks for a page asks for all before it."""
