@@ -266,6 +266,53 @@ def master_command(
         raise typer.Exit(1) from None
 
 
+cold_app = typer.Typer(no_args_is_help=True, help="Look at a cold tier, verify it, tidy it up or empty it.")
+app.add_typer(cold_app, name="cold")
+
+ColdDirectory = Annotated[Path, typer.Argument(help="The directory that the node is given as --cold.")]
+
+
+@cold_app.command("stat")
+def cold_stat_command(directory: ColdDirectory, json: Json = False) -> None:
+    """Show what is in it. The node may run."""
+    from hicache_mooncake.cli import cold
+
+    raise typer.Exit(cold.run(lambda: cold.stat(directory, as_json=json)))
+
+
+@cold_app.command("verify")
+def cold_verify_command(directory: ColdDirectory, json: Json = False) -> None:
+    """Read every page and check it. The node may run. Exit status 1: something is damaged."""
+    from hicache_mooncake.cli import cold
+
+    raise typer.Exit(cold.run(lambda: cold.verify(directory, as_json=json)))
+
+
+@cold_app.command("gc")
+def cold_gc_command(
+    directory: ColdDirectory,
+    other_versions: Annotated[
+        bool, typer.Option("--other-versions", help="Delete what other versions have left, too.")
+    ] = False,
+) -> None:
+    """Give back what nobody can find any more. The node must be stopped."""
+    from hicache_mooncake.cli import cold
+
+    raise typer.Exit(cold.run(lambda: cold.gc(directory, other_versions=other_versions)))
+
+
+@cold_app.command("clear")
+def cold_clear_command(
+    directory: ColdDirectory,
+    namespace: Annotated[str | None, typer.Option(help="Of this namespace, as stat shows it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of all of them.")] = False,
+) -> None:
+    """Forget pages. The node must be stopped."""
+    from hicache_mooncake.cli import cold
+
+    raise typer.Exit(cold.run(lambda: cold.clear(directory, namespace=namespace, everything=everything)))
+
+
 @app.command("status")
 def status_command(
     socket: Socket = None,

@@ -18,7 +18,9 @@ meta      what cannot change while there are pages
 from __future__ import annotations
 
 import contextlib
+import os
 import struct
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -342,6 +344,14 @@ class Index:
                 self._ids.pop(namespace, None)
                 self._namespaces.pop(number, None)
                 self._unsaved.discard(number)
+
+    def compact(self, path: Path) -> None:
+        """Write the file anew, without what is free in it, and be done with this one: close it next."""
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="compact-") as place:
+            self._env.copy(place, compact=True)
+            with open(Path(place) / "data.mdb", "rb") as file:
+                os.fsync(file.fileno())
+            (Path(place) / "data.mdb").replace(path / "data.mdb")
 
     # ------------------------------------------------------------------ inside
 

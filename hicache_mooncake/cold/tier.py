@@ -184,7 +184,7 @@ class ColdTier:
             places.mark_clean(self.path)
 
     def close(self) -> None:
-        """After the last call of anything else."""
+        """After the last call of anything else. Again does nothing."""
         with self._lock:
             self._resources.close()
 
