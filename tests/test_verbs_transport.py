@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import mmap
 import random
 import socket
@@ -18,6 +19,7 @@ from msgspec.structs import replace as replace_struct
 from hicache_mooncake.testing.fake_verbs import FakeCard, FakeFabric, FakeHost, FakeQp
 from hicache_mooncake.transfer.transport import Link, Pending, Piece, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs import handshake, rails
+from hicache_mooncake.transfer.verbs import transport as verbs_transport
 from hicache_mooncake.transfer.verbs.api import VerbsError, Work
 from hicache_mooncake.transfer.verbs.handshake import announce, frame
 from hicache_mooncake.transfer.verbs.link import VerbsLink
@@ -783,6 +785,70 @@ def test_no_device_or_none_that_is_up_is_unavailable(fabric: FakeFabric) -> None
         with pytest.raises(TransportError, match=words) as caught:
             open_on(host)
         assert caught.value.reason == "unavailable"
+
+
+def linked_anew(here: End, there: End) -> None:
+    """As a node does it: with what is registered as it is now."""
+    here.link, there.link = connected(here.transport, there.transport)
+    for end, other in ((here, there), (there, here)):
+        end.link.learn(other.memory.address, SIZE, other.transport.token(other.memory.address))
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["left", "right"])
+def test_a_port_that_was_down_at_the_start_is_used_once_it_is_up(
+    fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, side: int
+) -> None:
+    monkeypatch.setattr(verbs_transport, "LOOK_AGAIN_S", 0.02)
+    names = ("mlx5_0", "mlx5_1")
+    hosts = [fabric.host(name, names) for name in ("left", "right")]
+    late = hosts[side].cards["mlx5_1"]
+    late.port_state(1, "DOWN")
+    ends = [End(host, TransportOptions(), seed) for seed, host in enumerate(hosts, 1)]
+    linked_anew(*ends)
+    with caplog.at_level(logging.INFO):
+        late.port_state(1, "ACTIVE")
+        until(lambda: len(ends[side].transport.ports) == 2)
+        time.sleep(0.2)
+    assert sum("mlx5_1:1 has come up" in record.getMessage() for record in caplog.records) == 1
+    former = [end.link for end in ends]
+    linked_anew(*ends)
+    for link in former:
+        link.close()
+    for end, other in (ends, ends[::-1]):
+        before = late.counts.bytes
+        piece = Piece(end.memory.address, other.memory.address, SIZE)
+        end.link.submit("write" if end is ends[side] else "read", [piece], time.monotonic() + LONG).wait()
+        assert ends[0].memory.bytes() == ends[1].memory.bytes()
+        if end is ends[side]:
+            assert late.counts.bytes > before
+    for end in ends:
+        end.transport.close()
+        assert end.host.pinned == 0
+        assert all(not card.devices for card in end.host.cards.values())
+    assert not fabric.qps
+
+
+def test_a_card_that_was_reset_is_opened_anew(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was opened before stays dead, and with it every link until the process started anew."""
+    monkeypatch.setattr(verbs_transport, "LOOK_AGAIN_S", 0.02)
+    made = Pair(fabric)
+    made.left.card.vanish()
+    assert reason_of(made.write()) in ("peer", "device")
+    until(lambda: not made.right.link.alive)
+    made.left.card.come_back()
+
+    def works() -> bool:
+        try:
+            linked_anew(made.left, made.right)
+        except TransportError:
+            return False
+        made.write().wait()
+        return made.same()
+
+    until(works)
+    made.close()
+    assert made.left.host.pinned == 0
+    assert all(not card.devices for card in made.left.host.cards.values())
 
 
 def test_the_report_says_what_each_port_does(two_rails: Pair) -> None:

@@ -336,8 +336,13 @@ class Links:
             link_id,
             node.segment.address,
             node.segment.length,
-            self._token,
+            self._told(),
         )
+
+    def _told(self) -> bytes:
+        """The segment's token as it is now."""
+        assert self._transport is not None
+        return self._transport.token(self._node.segment.address) or self._token
 
     def accept(self, sock: DataSocket, asked: p.Link, proven: str) -> bool:
         """Another node asks for a link on this connection; `proven` is who it has proved to be, where the cluster has a key.
@@ -361,7 +366,7 @@ class Links:
         deadline = now + _MAKE_S
         tcp.set_timeouts(sock, _MAKE_S)
         try:
-            linked = p.Linked(node.name, node.incarnation, node.segment.address, node.segment.length, self._token)
+            linked = p.Linked(node.name, node.incarnation, node.segment.address, node.segment.length, self._told())
             tcp.send_message(sock, linked)
             link = transport.accept([_plain(socket.socket(fileno=sock.detach()))], deadline)
             _learn(link, asked.address, asked.length, asked.token)

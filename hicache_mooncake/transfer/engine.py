@@ -217,7 +217,10 @@ class TransferEngine:
 
     def _share(self, own: _Own, scheme: str) -> w.Share | None:
         token = own.tokens.get(scheme)
-        return None if token is None else w.Share(own.region.name, own.region.address, own.region.length, token)
+        if token is None:
+            return None
+        token = self._transports[scheme].token(own.region.address) or token
+        return w.Share(own.region.name, own.region.address, own.region.length, token)
 
     def unregister(self, region: Region) -> None:
         """No peer reaches this memory any more when this returns. Raises TransportError when a peer does not confirm that: then

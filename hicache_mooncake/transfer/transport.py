@@ -148,6 +148,11 @@ class Transport(abc.ABC):
         mapping, if it is one; it stays the caller's and must stay open. Raises TransportError that names the limit met
         and what raises it."""
 
+    def token(self, address: int) -> bytes:
+        """What a peer needs now for the memory that is registered at this address: a device that came up later reaches it, too.
+        Empty: what `register` returned, which is good in any case."""
+        return b""
+
     @abc.abstractmethod
     def unregister(self, address: int) -> None:
         """No peer reaches what was registered at this address any more when this returns."""

@@ -98,6 +98,19 @@ class Registration:
     """Devices that do not reach it, and why: limits met, and what raises them."""
     _registered: list[Mr]
 
+    def joined(self, more: Registration) -> Registration:
+        """On the devices of both, which are those of `more` where it names one anew."""
+        told, added = _decode.decode(self.token), _decode.decode(more.token)
+        told.devices |= added.devices
+        return Registration(
+            self.address,
+            self.length,
+            self.tables | more.tables,
+            msgspec.msgpack.encode(told),
+            {name: why for name, why in self.problems.items() if name not in more.tables},
+            self._registered + more._registered,
+        )
+
     def close(self) -> None:
         """No peer reaches the memory any more when this returns. May be called again. Raises VerbsError when a device refuses;
         the others have let go of it then, and another call tries again."""

@@ -10,8 +10,9 @@ import ipaddress
 import itertools
 import logging
 import socket
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from hicache_mooncake.transfer import addresses, gids, topology
@@ -31,6 +32,10 @@ from hicache_mooncake.transfer.verbs.slices import Lookup
 log = logging.getLogger(__name__)
 
 _MAX_RAILS_SHOWN = 16
+LOOK_AGAIN_S = 60.0
+"""How often ports that cannot be used are looked at again."""
+_MOST_REOPENED = 8
+"""Devices that were opened anew; what is left of their former selves stays until the end."""
 _numbers = itertools.count(1)
 
 
@@ -53,14 +58,21 @@ class VerbsTransport(Transport):
         self.lock = FairLock()
         self.extents = Extents()
         self._devices: dict[str, Device] = {}
+        self._former: list[Device] = []
+        """Open, but gone: their queue pairs are those of links that do not know it yet."""
         self._registrations: dict[int, Registration] = {}
         self._links: set[VerbsLink] = set()
         self._past: dict[str, tuple[int, int]] = {}
         """Bytes and failures of links that are over, by port."""
         self._closed = False
         self._networks = _networks() if networks is None else networks
+        self._look_at = time.monotonic() + LOOK_AGAIN_S
+        self._looking = False
+        self._incomplete = False
+        """There are ports that were not usable when they were last looked at."""
         self._ports = self._open_ports()
-        self._nearness = Nearness([at.port.device for at in self._ports], host or topology.read())
+        self._host = host or topology.read()
+        self._nearness = Nearness([at.port.device for at in self._ports], self._host)
         self.progress = Progress(f"verbs {next(_numbers)}", self._turn)
 
     @property
@@ -72,7 +84,8 @@ class VerbsTransport(Transport):
     def register(self, address: int, length: int, fd: int = -1, fd_offset: int = 0) -> bytes:
         with self.lock:
             self._check_open()
-        made = register(self._devices, address, length)
+            devices = dict(self._devices)
+        made = register(devices, address, length)
         for name, problem in made.problems.items():
             log.warning("%s is not used for %d bytes at %#x: %s", name, length, address, problem)
         with self.lock:
@@ -88,6 +101,11 @@ class VerbsTransport(Transport):
         if former is not None:
             _let_go(former)
         return made.token
+
+    def token(self, address: int) -> bytes:
+        with self.lock:
+            registration = self._registrations.get(address)
+        return registration.token if registration is not None else b""
 
     def unregister(self, address: int) -> None:
         with self.lock:
@@ -118,7 +136,7 @@ class VerbsTransport(Transport):
         self.progress.close()
         with self.lock:
             registrations, self._registrations = list(self._registrations.values()), {}
-            devices, self._devices = list(self._devices.values()), {}
+            devices, self._devices = [*self._devices.values(), *self._former], {}
             for registration in registrations:
                 self.extents.remove(registration.address)
                 with contextlib.suppress(VerbsError):  # the device's close tries again
@@ -175,6 +193,7 @@ class VerbsTransport(Transport):
             self._past[rail.here] = moved + rail.bytes, failures + rail.failures
 
     def _begin(self, channels: Sequence[socket.socket], deadline: float, *, connected: bool) -> Link:
+        self._look_again()
         if not channels:
             raise TransportError("peer", "the peer offers no channel: a verbs link needs one")
         for spare in channels[1:]:
@@ -189,6 +208,7 @@ class VerbsTransport(Transport):
         return link
 
     def _turn(self) -> float | None:
+        self._look_again()
         with self.lock:
             links = list(self._links)
         first: float | None = None
@@ -219,7 +239,7 @@ class VerbsTransport(Transport):
             for name, numbers in (wanted or dict.fromkeys(infos, frozenset())).items():
                 if name not in infos:
                     raise TransportError("device", f"there is no RDMA device {name!r}. There are: {_listed(infos.values())}")
-                usable = self._usable_ports(infos[name], numbers, problems)
+                usable = self._usable_ports(infos[name], numbers, problems, self._devices)
                 if wanted and len(usable) < max(len(numbers), 1):
                     raise TransportError("device", "; ".join(problems) + ". Correct rdma_devices, or leave it out")
                 chosen += usable
@@ -232,10 +252,19 @@ class VerbsTransport(Transport):
             raise
         for problem in problems:
             log.info("%s", problem)
+        self._incomplete = bool(problems)
         return chosen[:MAX_PORTS]
 
-    def _usable_ports(self, info: DeviceInfo, numbers: frozenset[int], problems: list[str]) -> list[LocalPort]:
-        """Of the ports with these numbers, or of all."""
+    def _usable_ports(
+        self,
+        info: DeviceInfo,
+        numbers: frozenset[int],
+        problems: list[str],
+        devices: dict[str, Device],
+        used: Collection[str] = (),
+    ) -> list[LocalPort]:
+        """Of the ports with these numbers, or of all, those that are not `used` yet. `devices`: those that are open; others are
+        opened and added."""
         if info.problem:
             problems.append(f"{info.name} cannot be opened: {info.problem}")
             return []
@@ -243,7 +272,7 @@ class VerbsTransport(Transport):
             problems.append(f"{info.name} has no port {number}. There are: {_listed([info])}")
         usable = []
         for port in info.ports:
-            if numbers and port.number not in numbers:
+            if (numbers and port.number not in numbers) or f"{info.name}:{port.number}" in used:
                 continue
             if port.state != "ACTIVE":
                 problems.append(
@@ -252,8 +281,8 @@ class VerbsTransport(Transport):
                 continue
             try:
                 choice = gids.choose(info.name, port, self._options.gid_index)
-                if info.name not in self._devices:
-                    self._devices[info.name] = self._binding.open(info.name)
+                if info.name not in devices:
+                    devices[info.name] = self._binding.open(info.name)
             except gids.GidError as error:
                 problems.append(str(error))
                 continue
@@ -264,8 +293,95 @@ class VerbsTransport(Transport):
             if choice.warning:
                 log.warning("%s port %d: GID %d: %s", info.name, port.number, choice.index, choice.warning)
             known = Port(info.name, port.number, port.link_layer, choice.gid, port.lid, port.active_mtu)
-            usable.append(LocalPort(self._devices[info.name], known, choice.index, self._network(choice)))
+            usable.append(LocalPort(devices[info.name], known, choice.index, self._network(choice)))
         return usable
+
+    # ------------------------------------------------------------------ ports that come up later
+
+    def _look_again(self) -> None:
+        """At ports that could not be used, now and then: on a thread of its own, since memory is registered there."""
+        with self.lock:
+            now = time.monotonic()
+            if self._closed or self._looking or now < self._look_at:
+                return
+            self._looking, self._look_at = True, now + LOOK_AGAIN_S
+        try:
+            threading.Thread(target=self._look, name="verbs look", daemon=True).start()
+        except RuntimeError:  # no more threads: later
+            self._looking = False
+
+    def _look(self) -> None:
+        try:
+            gone = {at.port.device for at in self._ports if _gone(at)}
+            if len(self._former) + len(gone) > _MOST_REOPENED:
+                gone = set()
+            if gone or self._incomplete:
+                self._take_in(gone)
+        except (VerbsError, TransportError) as error:
+            log.info("RDMA ports that could not be used cannot be looked at again: %s", error)
+        except Exception:
+            log.exception("looking for RDMA ports that have come up failed. Please report this")
+        finally:
+            self._looking = False
+
+    def _take_in(self, gone: set[str]) -> None:
+        """Use the ports that can be used now, for links that are made from now on. Devices that are `gone` are opened anew."""
+        wanted = _wanted(self._options.devices)
+        used = {at.port.name for at in self._ports if at.port.device not in gone}
+        kept = {name: device for name, device in self._devices.items() if name not in gone}
+        problems: list[str] = []
+        for info in self._binding.devices():
+            if wanted and info.name not in wanted:
+                continue
+            open_ = dict(kept)
+            fresh = self._usable_ports(info, wanted.get(info.name, frozenset()), problems, open_, used)
+            if fresh:
+                self._begin_to_use(info.name, fresh, open_[info.name])
+        self._incomplete = bool(problems)
+
+    def _begin_to_use(self, name: str, fresh: list[LocalPort], device: Device) -> None:
+        with self.lock:
+            if self._closed:
+                memory = None
+            else:
+                former = self._devices.get(name)
+                if former is not None and former is not device:
+                    self._former.append(former)
+                self._devices[name] = device
+                memory = list(self._registrations.values()) if former is not device else []
+        if memory is None:
+            device.close()
+            return
+        for registration in memory:
+            try:
+                made = register({name: device}, registration.address, registration.length)
+            except TransportError as error:
+                log.warning("%s is not used for %d bytes at %#x: %s", name, registration.length, registration.address, error)
+                continue
+            with self.lock:
+                current = not self._closed and self._registrations.get(registration.address) is registration
+                if current:
+                    whole = registration.joined(made)
+                    self._registrations[registration.address] = whole
+                    self.extents.add(whole.address, whole.length, whole.token)
+            if not current:
+                _let_go(made)
+        with self.lock:
+            if self._closed:
+                return
+            numbers = {at.port.name: number for number, at in enumerate(self._ports)}
+            ports = list(self._ports)
+            for at in fresh:
+                if at.port.name in numbers:
+                    ports[numbers[at.port.name]] = at
+                else:
+                    ports.append(at)
+            self._ports = ports[:MAX_PORTS]
+            self._nearness = Nearness([at.port.device for at in self._ports], self._host)
+            for registration in self._registrations.values():
+                self._nearness.registered(registration.address, registration.length)
+        for at in fresh:
+            log.info("%s has come up: links that are made from now on use it", at.port.name)
 
     def _network(self, choice: gids.Choice) -> Network | None:
         if choice.family not in ("IPv4", "IPv6"):
@@ -281,6 +397,15 @@ def _networks() -> dict[str, str]:
     except addresses.AddressError as error:
         log.info("which RDMA ports are on one network is not known: %s", error)
         return {}
+
+
+def _gone(at: LocalPort) -> bool:
+    """Its device was pulled out or reset: an open one stays dead then."""
+    try:
+        at.device.port(at.port.number)
+    except VerbsError:
+        return True
+    return False
 
 
 def _state(at: LocalPort) -> str:
