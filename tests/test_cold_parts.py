@@ -1,0 +1,319 @@
+"""The parts of a cold tier, each by itself: where bodies lie, what was asked for, and reads of which some fail or hang."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hicache_mooncake.cold import reading
+from hicache_mooncake.cold.asked import Asked
+from hicache_mooncake.cold.layout import BLOCK, Layout, Segment, blocks
+from hicache_mooncake.cold.pages_file import PagesFile
+from hicache_mooncake.cold.reading import READ_BYTES, Reader
+from tests.cold import hashes
+from tests.conftest import wait_until
+
+# --------------------------------------------------------------------------- Layout
+
+_SEGMENT = 8 * BLOCK
+_STEPS = st.lists(st.one_of(st.integers(1, _SEGMENT), st.sampled_from(["lose", "regain", "restart", "seal", "take back"])))
+
+
+@given(st.integers(2, 6), _STEPS)
+def test_no_two_bodies_ever_lie_on_one_another(count: int, steps: list[int | str]) -> None:
+    layout = Layout(count, _SEGMENT)
+    lying: dict[int, dict[int, int]] = {}
+    """Filling -> offset -> bytes."""
+    fillings: list[int] = []
+    for step in steps:
+        if step == "lose" and (number := layout.next_free()) is not None:
+            layout.lose(number)
+        elif step == "regain":
+            layout.regain()
+        elif step == "restart":
+            kept = [Segment(each.number, each.filling, each.used) for each in layout._filled.values() if each.used]
+            layout = Layout(count, _SEGMENT, reversed(kept))
+        elif step == "seal":
+            layout.seal()
+        elif step == "take back" and layout.open is not None and layout.room() >= BLOCK:
+            used = layout.open.used
+            layout.append(1)
+            layout.take_back(used)
+        elif isinstance(step, int):
+            _append(layout, step, lying, fillings)
+        ranges = sorted((at, at + size) for bodies in lying.values() for at, size in bodies.items())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+        assert layout.used_bytes <= count * _SEGMENT
+        assert all(start >= 0 and end <= count * _SEGMENT for start, end in ranges)
+        for filling, bodies in lying.items():
+            for at, size in bodies.items():
+                assert layout.filling(at) == filling
+                assert layout.holds(at, size)
+    assert fillings == sorted(fillings), "one number is never given twice"
+
+
+def _append(layout: Layout, length: int, lying: dict[int, dict[int, int]], fillings: list[int]) -> None:
+    """As the tier does it."""
+    if blocks(length) > layout.room():
+        if layout.next_free() is None:
+            oldest = layout.oldest()
+            if oldest is None:
+                return
+            assert all(oldest.filling <= other for other in lying)
+            lying.pop(oldest.filling, None)
+            layout.emptied(oldest)
+        fillings.append(layout.begin().filling)
+    segment = layout.open
+    assert segment is not None
+    at = layout.append(length)
+    assert at % BLOCK == 0
+    lying.setdefault(segment.filling, {})[at] = blocks(length)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    layout = Layout(2, _SEGMENT)
+    with pytest.raises(ValueError, match="no room"):
+        layout.append(1)
+    layout.begin()
+    layout.append(_SEGMENT - BLOCK)
+    with pytest.raises(ValueError, match="no room"):
+        layout.append(BLOCK + 1)
+    assert not layout.holds(0, _SEGMENT)
+    assert not layout.holds(1, 1)
+    assert not layout.holds(1 << 40, 1)
+    assert layout.filling(1 << 40) == 0
+
+
+# --------------------------------------------------------------------------- Asked
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=20, unique=True), max_size=40))
+def test_what_was_asked_for_is_never_counted_too_low(batches: list[list[int]]) -> None:
+    """Until the counts are halved, which 1,024 counters are not within so many."""
+    asked, names = Asked(1024), [os.urandom(32) for _ in range(31)]
+    counts: Counter[int] = Counter()
+    for batch in batches:
+        asked.more(b"n" * 16, [names[each] for each in batch])
+        counts.update(batch)
+    for each, name in enumerate(names):
+        assert asked.times(b"n" * 16, name) >= min(counts[each], 15)
+
+
+def test_counts_end_at_fifteen_and_fade() -> None:
+    asked, name = Asked(64), os.urandom(32)
+    for _ in range(300):
+        asked.more(b"n" * 16, [name])
+    assert asked.times(b"n" * 16, name) == 15
+    for _ in range(4 * 8):
+        asked.more(b"o" * 16, hashes(64))
+    assert asked.times(b"n" * 16, name) < 15
+
+
+def test_most_pages_that_were_never_asked_for_are_known_as_such() -> None:
+    asked = Asked(1 << 14)
+    asked.more(b"n" * 16, hashes(4000))
+    assert sum(asked.times(b"n" * 16, each) == 0 for each in hashes(300)) >= 270
+    assert sum(asked.times(b"o" * 16, each) == 0 for each in hashes(300)) >= 270
+
+
+# --------------------------------------------------------------------------- Reader
+
+_PLACES = [(at * 3 * BLOCK, 1 + 100 * at) for at in range(60)]
+"""None of them neighbours; the longest is two blocks."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[PagesFile]:
+    path = tmp_path / "pages"
+    path.write_bytes(b"".join(bytes([at % 251]) * BLOCK for at in range(1024)))
+    file = PagesFile(path, writable=False)
+    yield file
+    file.close()
+
+
+class Disk:
+    """Reads at some offsets hang, or fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hanging: set[int] = set()
+        self.failing: set[int] = set()
+        self.go_on = threading.Event()
+        self.waited: list[int] = []
+        """Where reads hung."""
+        self.written: list[memoryview] = []
+        """Into which reads that hung have read."""
+        self._preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self.read)
+
+    def read(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        size = sum(map(len, views))
+        if any(offset <= at < offset + size for at in self.failing):
+            raise OSError(errno.EIO, "bad sector")
+        if any(offset <= at < offset + size for at in self.hanging):
+            self.waited.append(offset)
+            assert self.go_on.wait(60)
+            self.written.extend(views)
+        return self._preadv(fd, views, offset)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.go_on.set()
+
+
+@pytest.fixture
+def reader(file: PagesFile) -> Iterator[Reader]:
+    reader = Reader(file)
+    yield reader
+    reader.close()
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def right(place: tuple[int, int], view: object) -> bool:
+    """Did these bytes come, all of them?"""
+    if not isinstance(view, memoryview):
+        return False
+    offset, length = place
+    expected = b"".join(bytes([(offset // BLOCK + at) % 251]) * BLOCK for at in range(blocks(length) // BLOCK))
+    assert bytes(view) == expected
+    return True
+
+
+def read(reader: Reader, places: Sequence[tuple[int, int]], deadline: float) -> list[bool]:
+    return [right(place, view) for place, view in zip(places, reader.read(places, deadline), strict=True)]
+
+
+@pytest.mark.parametrize("places", [_PLACES, [(at * BLOCK, 4000) for at in range(900)], [(5 * BLOCK, 9)] * 40, []])
+def test_bodies_come_in_order(reader: Reader, places: list[tuple[int, int]]) -> None:
+    assert all(read(reader, places, soon()))
+    assert all(read(reader, places[::-1], soon()))
+
+
+def test_neighbours_are_one_read_up_to_a_size(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        sizes.append(sum(map(len, views)))
+        return preadv(fd, views, offset)
+
+    monkeypatch.setattr(os, "preadv", counting)
+    assert all(read(reader, [(at * BLOCK, BLOCK) for at in range(READ_BYTES // BLOCK * 2)], soon()))
+    assert sizes == [READ_BYTES] * 2
+
+
+def test_one_that_fails_costs_no_other(reader: Reader, disk: Disk) -> None:
+    places = [(at * BLOCK, BLOCK) for at in range(300)]
+    disk.failing = {7 * BLOCK, 200 * BLOCK}
+    assert [at for at, good in enumerate(read(reader, places, soon())) if not good] == [7, 200]
+    got = list(reader.read(places[5:9], soon()))
+    assert isinstance(got[2], OSError)
+
+
+def test_past_the_end_of_the_file_is_an_error(reader: Reader) -> None:
+    assert read(reader, [(1020 * BLOCK, 4 * BLOCK), (1030 * BLOCK, 1), (0, 1)], soon()) == [True, False, True]
+
+
+def test_one_that_hangs_costs_the_deadline_and_its_memory_is_not_used_again(reader: Reader, disk: Disk) -> None:
+    disk.hanging = {_PLACES[3][0]}
+    assert not read(reader, _PLACES[:4], soon(3))[3]
+    assert reader.stuck == 1
+    disk.hanging = set()
+    seen: list[memoryview] = []
+    for _ in range(5):
+        for place, view in zip(_PLACES, reader.read(_PLACES, soon()), strict=True):
+            assert right(place, view)
+            assert isinstance(view, memoryview)
+            seen.append(view)
+    disk.go_on.set()
+    wait_until(lambda: reader.stuck == 0, 30)
+    mapped = {id(view.obj) for view in seen}
+    assert len(disk.written) == 1
+    assert id(disk.written[0].obj) not in mapped
+
+
+def test_a_disk_that_hangs_altogether_costs_one_deadline_and_then_nothing(reader: Reader, disk: Disk) -> None:
+    disk.hanging = {place[0] for place in _PLACES}
+    assert not any(read(reader, _PLACES, soon(3)))
+    assert reader.stuck == reading.DEPTH
+    assert not any(read(reader, _PLACES, soon(600))), "nobody waits for it now"
+    disk.go_on.set()
+    wait_until(lambda: reader.stuck == 0, 30)
+    assert all(read(reader, _PLACES, soon()))
+
+
+def test_who_stops_early_leaves_the_next_one_all_there_is(reader: Reader) -> None:
+    for _ in range(50):
+        one = reader.read(_PLACES, soon())
+        next(one)
+        one.close()
+        assert all(read(reader, _PLACES, soon()))
+
+
+def test_reads_that_hang_after_their_caller_stopped_early_are_known_as_stuck(
+    reader: Reader, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
+    disk.hanging = {place[0] for place in _PLACES[1:]}
+    one = reader.read(_PLACES, soon())
+    next(one)
+    wait_until(lambda: len(disk.waited) == reading.DEPTH - 1, 30)
+    one.close()
+    assert reader.stuck == reading.DEPTH - 1
+
+
+def test_a_generator_that_was_never_begun_holds_nothing(reader: Reader) -> None:
+    for _ in range(20):
+        reader.read(_PLACES, soon()).close()
+    assert all(read(reader, _PLACES, soon()))
+
+
+def test_many_threads_read_at_once(reader: Reader, disk: Disk) -> None:
+    disk.failing = {_PLACES[11][0]}
+    wrong: list[object] = []
+
+    def go() -> None:
+        try:
+            for _ in range(10):
+                good = read(reader, _PLACES, soon(60))
+                if good != [at != 11 for at in range(60)]:
+                    wrong.append(good)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=go) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert sum(map(len, reader._buffers)) <= reading._BUFFER_BYTES
+
+
+def test_buffers_that_are_kept_are_bounded_in_bytes(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_BUFFER_BYTES", 2 * READ_BYTES)
+    assert all(read(reader, [(0, 900 * BLOCK)] * 6, soon()))
+    assert sum(map(len, reader._buffers)) <= 2 * READ_BYTES
+
+
+def test_a_reader_that_is_closed_gives_nothing_and_raises_nothing(reader: Reader) -> None:
+    under_way = reader.read(_PLACES, soon())
+    next(under_way)
+    reader.close()
+    assert len(list(under_way)) == len(_PLACES) - 1
+    assert not any(read(reader, _PLACES, soon()))
