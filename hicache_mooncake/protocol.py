@@ -567,7 +567,7 @@ class Update(Message):
 
 class Snapshot(Message):
     """One-way. All that the node holds of the master's shard as of update `seq`, in parts, each of one tier; part 0 empties
-    what it knew, of all tiers."""
+    what it knew, of all tiers. DRAM comes first: it is answered as soon as another tier begins."""
 
     node: str
     incarnation: bytes

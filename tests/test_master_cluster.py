@@ -266,6 +266,43 @@ def test_tiers_may_come_in_any_order_in_a_snapshot_and_do_not_empty_each_other(m
     assert held == {1: {DRAM, COLD}, 2: {COLD}, 3: {DRAM}}
 
 
+def test_pages_in_dram_are_answered_before_a_large_cold_tier_has_all_come() -> None:
+    master = Master(ttl_s=1.0)
+    master.join("a", seq=9)
+
+    def part(number: int, tier: int, *pages: int, last: bool = False) -> None:
+        master.take(Snapshot("a", b"i1", 9, number, last, [(NS, hashes(*pages))], tier), b"a")
+
+    part(0, DRAM, 1, 2)
+    master.add("a", 10, 4)
+    master.remove("a", 11, 2)
+    assert master.who(1, 4) == ["", ""], "joining"
+    part(1, COLD, 5)
+    assert master.who(1, 2, 4, 5) == ["a", "", "a", ""]
+    master.run(3, "a", every_s=0.5)
+    assert master.core.warming, "what is not known may be in the cold tier"
+    master.add("a", 12, 2)
+    master.remove("a", 13, 1)
+    master.add("a", 14, 7, tier=COLD)
+    part(2, COLD, 6, last=True)
+    assert master.who(1, 2, 4, 5, 6, 7) == ["", "a", "a", "a", "a", "a"]
+    master.run(1, "a")
+    assert not master.core.warming
+    assert not master.beat("a", 14).want_snapshot
+
+
+def test_a_snapshot_that_breaks_off_in_the_cold_tier_leaves_what_is_known_of_each(master: Master) -> None:
+    master.join("a")
+    master.add("a", 1, 1)
+    master.add("a", 2, 2, tier=COLD)
+    master.take(Snapshot("a", b"i1", 9, 0, False, [(NS, hashes(3))]), b"a")
+    master.take(Snapshot("a", b"i1", 9, 1, False, [(NS, hashes(4))], COLD), b"a")
+    master.take(Snapshot("a", b"i1", 9, 3, True, [(NS, hashes(5))], COLD), b"a")
+    held = {number for number in range(6) if master.core.holders(NS, hashes(number))}
+    assert held == {2, 3}
+    assert master.beat("a", 9).want_snapshot
+
+
 def test_a_snapshot_has_all_tiers_and_replaces_all(master: Master) -> None:
     master.join("a")
     master.add("a", 1, 1, 2)

@@ -33,7 +33,7 @@ from hicache_mooncake.protocol import (
 
 from .directory import Directory
 from .lookups import Lookups
-from .membership import JOINING, Member, Membership, NoRoom, is_loopback, is_wildcard
+from .membership import ACTIVE, JOINING, Member, Membership, NoRoom, is_loopback, is_wildcard
 from .refusals import Refusals
 from .room import RoomTable
 from .shard import Shard
@@ -298,7 +298,7 @@ class MasterCore:
         age_s = now - self._born
         if age_s < min(self.ttl_s, MAX_WARMING_S):
             return
-        waiting = [member.name for member in self.membership if member.state == JOINING]
+        waiting = [member.name for member in self.membership if member.state == JOINING or self._lacks_pages(member)]
         if waiting and age_s < MAX_WARMING_S:
             return
         self.warming = False
@@ -309,6 +309,11 @@ class MasterCore:
             )
         else:
             self.notes.append((logging.INFO, f"warm: {self.membership.active} nodes, {len(self.directory)} keys"))
+
+    def _lacks_pages(self, member: Member) -> bool:
+        """Is this one answered already, though what it has in its cold tier has not all come?"""
+        stream = self.streams.get(member.name)
+        return member.state == ACTIVE and stream is not None and not stream.whole
 
     def _why_not(self, message: Join) -> str:
         if negotiate(message.version_min, message.version_max) is None:

@@ -200,7 +200,7 @@ class Membership:
         return member
 
     def complete(self, name: str) -> None:
-        """The directory now has everything this node holds."""
+        """The directory now has what this node holds, in DRAM at least."""
         member = self._members[name]
         member.complete = True
         self._settle(member)

@@ -50,6 +50,8 @@ class Incoming:
     seq: int
     last_part_at: float
     slots: dict[int, int] = field(default_factory=dict)
+    dram_is_live: bool = False
+    """Pages in DRAM have all come, and are answered already: those of a cold tier can take a minute."""
     next_part: int = 0
     later: dict[int, Update] = field(default_factory=dict)
     later_keys: int = 0
@@ -66,6 +68,8 @@ class Stream:
     slots: dict[int, int] = field(default_factory=dict)
     """Tier -> slot of the directory."""
     incoming: Incoming | None = None
+    whole: bool = False
+    """Is everything known that the node held before it joined?"""
     refused: bool = False
     """The directory was full when this node had pages to add."""
 
@@ -130,7 +134,7 @@ class Streams:
         stream = self._streams.get(name)
         if stream is None or stream.incarnation != incarnation:
             self.close(name)
-            stream = self._streams[name] = Stream(name, incarnation, seq, want_snapshot=seq != 0)
+            stream = self._streams[name] = Stream(name, incarnation, seq, want_snapshot=seq != 0, whole=seq == 0)
             return stream
         if stream.incoming is not None:
             self.break_off(stream)
@@ -213,7 +217,8 @@ class Streams:
         self._apply(stream, message)
 
     def snapshot(self, stream: Stream, message: Snapshot, now: float) -> bool:
-        """Take a part of a snapshot that `check_snapshot` found well-formed; returns whether it is whole with it."""
+        """Take a part of a snapshot that `check_snapshot` found well-formed; returns whether more is answered with it: all, or
+        all that is in DRAM, after which the cold tier begins."""
         if message.part == 0:
             if message.seq < stream.seq and not stream.want_snapshot:
                 return False  # older than what is known already
@@ -231,14 +236,18 @@ class Streams:
             return False
         incoming.next_part += 1
         incoming.last_part_at = now
+        begins_cold = message.tier != DRAM and DRAM in incoming.slots
+        if begins_cold:
+            self._make_dram_live(stream, incoming)
         if message.added:
-            slot = incoming.slots.get(message.tier)
+            slots = stream.slots if incoming.dram_is_live and message.tier == DRAM else incoming.slots
+            slot = slots.get(message.tier)
             if slot is None:
-                slot = incoming.slots[message.tier] = self._directory.allocate()
+                slot = slots[message.tier] = self._directory.allocate()
             self._add(stream, slot, message.added)
         if message.last:
             self._complete(stream, incoming)
-        return message.last
+        return message.last or begins_cold
 
     def validate(self) -> None:
         """For tests: slots are those of the streams, and what waits is bounded."""
@@ -256,13 +265,28 @@ class Streams:
 
     # ------------------------------------------------------------------ inside
 
+    def _make_dram_live(self, stream: Stream, incoming: Incoming) -> None:
+        if DRAM in stream.slots:
+            self._drop({DRAM: stream.slots.pop(DRAM)})
+        self._take_over(stream, {DRAM: incoming.slots.pop(DRAM)})
+        incoming.dram_is_live = True
+        for seq in sorted(incoming.later):
+            if incoming.later[seq].tier == DRAM:
+                self._apply(stream, incoming.later[seq])
+
+    def _take_over(self, stream: Stream, slots: dict[int, int]) -> None:
+        stream.slots |= slots
+        self._holders |= {slot: Holder(stream.name, tier) for tier, slot in slots.items()}
+        self.version += 1
+
     def _complete(self, stream: Stream, incoming: Incoming) -> None:
         self._stats.snapshots += 1
+        live = {DRAM: stream.slots.pop(DRAM)} if incoming.dram_is_live else {}
         self._drop(stream.slots)
-        stream.slots = incoming.slots
-        self._holders |= {slot: Holder(stream.name, tier) for tier, slot in stream.slots.items()}
+        self._take_over(stream, live | incoming.slots)
         stream.seq = incoming.seq
         stream.want_snapshot = False
+        stream.whole = True
         stream.incoming = None
         for seq in sorted(incoming.later):
             if seq == stream.seq + 1:
