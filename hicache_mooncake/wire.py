@@ -144,6 +144,8 @@ class Wire:
             except OSError as error:
                 raise WireClosed(str(error)) from error
             self._fds.extend(fds)
+            if len(self._fds) > MAX_FDS:
+                raise ProtocolError(f"{len(self._fds)} descriptors came: a message has at most {MAX_FDS}")
             if not data:
                 raise WireClosed("peer closed the connection")
             buffer += data

@@ -726,6 +726,28 @@ def test_clients_of_unknown_roles_get_no_segment(start_node: StartNode) -> None:
     wire.close()
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["with each message", "with one that never ends"])
+def test_a_client_that_sends_descriptors_does_not_fill_the_node_with_them(start_node: StartNode, whole: bool) -> None:
+    """They were kept as long as it was connected, until the node could not accept anybody any more."""
+    node = start_node()
+    assert node.process is not None
+    held = f"/proc/{node.process.pid}/fd"
+    before = len(os.listdir(held))
+    wire = connect(node.socket, 20.0)
+    wire.send(p.Hello(1, 1, "query", "q"))
+    assert isinstance(wire.receive(p.decoder(p.FromNode), time.monotonic() + 20), p.Welcome)
+    sock = socket.socket(fileno=os.dup(wire.fileno()))
+    body = p.encode(p.Missed({}))
+    data = len(body).to_bytes(4, "little") + body if whole else (1 << 20).to_bytes(4, "little")
+    with sock, contextlib.suppress(ConnectionError):
+        for _ in range(8):
+            socket.send_fds(sock, [data], [0] * 200)
+    with pytest.raises(WireClosed):
+        wire.receive(p.decoder(p.FromNode), time.monotonic() + 20)
+    wire.close()
+    wait_until(lambda: len(os.listdir(held)) <= before, 20, "they are closed")
+
+
 def test_client_without_movers_still_answers(start_node: StartNode) -> None:
     client = PoolClient(start_node().settings(), "bare")
     outcome = client.transfer("load", Body(NS, (p.Run(0, 0, 4096),)), page_hash("a"), array("q", [0]))

@@ -155,7 +155,9 @@ class RankServer:
             welcome, fds = self._node.welcome(version, hello.role)
             wire.send(welcome, fds, time.monotonic() + _SEND_TIMEOUT_S)
             while True:
-                answer = self._node.handle(owner, wire.receive(_from_client))
+                message = wire.receive(_from_client)
+                _want_no_descriptors(wire)
+                answer = self._node.handle(owner, message)
                 if answer is not None:
                     wire.send(answer, deadline=time.monotonic() + _SEND_TIMEOUT_S)
         except WireClosed:
@@ -170,3 +172,13 @@ class RankServer:
                 self._connections.pop(owner, None)
                 self._last_at = time.monotonic()
             wire.close()
+
+
+def _want_no_descriptors(wire: Wire) -> None:
+    """Raises ProtocolError when some have come: they would be kept as long as the connection, and this process has only so
+    many."""
+    fds = wire.take_fds()
+    for fd in fds:
+        os.close(fd)
+    if fds:
+        raise p.ProtocolError(f"{len(fds)} descriptors came with a message that has none")
