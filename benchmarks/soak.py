@@ -442,9 +442,14 @@ def run(
         soak.stopping.set()
         for helper in helpers:
             helper.join(120)
-        load.stop()
-        cluster.heal()
-        return soak, load, length_s, [*soak.problems(load, length_s), *soak.leftovers()]
+        found: list[str] = []
+        try:
+            load.stop()
+            cluster.heal()
+            found = soak.leftovers()
+        except AssertionError as error:  # what was seen until then is worth a report all the same
+            found.append(f"at the end: {error}")
+        return soak, load, length_s, [*soak.problems(load, length_s), *found]
 
 
 def main() -> int:
