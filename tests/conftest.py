@@ -40,6 +40,10 @@ def environment() -> dict[str, str]:
     return kept
 
 
+START_S = 60.0
+"""A limit on how long a process may take to start, and to be known: a machine may have much else to do."""
+
+
 @dataclass
 class NodeProcess:
     """A real `hicache-mooncake node` in a process of its own, and as if on a host of its own."""
@@ -61,7 +65,7 @@ class NodeProcess:
         self.log = Path(self.socket + ".out")
         with self.log.open("ab") as output:
             self.process = subprocess.Popen([*command, *self.extra], stdout=output, stderr=output, env=environment())
-        wait_until(lambda: node_answers(self.socket) or self.process.poll() is not None, 20)  # type: ignore[union-attr]
+        wait_until(lambda: node_answers(self.socket) or self.process.poll() is not None, START_S, "an answer")  # type: ignore[union-attr]
         assert self.process.poll() is None, self.log.read_text()
         return self
 

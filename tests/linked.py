@@ -14,7 +14,7 @@ from hicache_mooncake.node import links as links_module
 from hicache_mooncake.node.service import Node
 from hicache_mooncake.testing.local import FakeRank, page_hash
 from hicache_mooncake.transfer.transport import ENTRY_POINTS, Transport, TransportOptions
-from tests.conftest import MasterProcess, wait_until
+from tests.conftest import START_S, MasterProcess, wait_until
 from tests.memory_transport import Faults
 
 NS = b"n" * 16
@@ -54,7 +54,7 @@ class Pair:
         own = {"socket": str(self.tmp_path / f"{name}.sock"), "name": name}
         node = Node(load_settings({}, {}, {"host_id": name} | self.options | own | settings)[0])
         node.start()
-        wait_until(lambda: node.link.state == "joined", LONG_S, "joined")
+        wait_until(lambda: node.link.state == "joined", START_S, "joined")
         return node
 
     def rank(self, node: Node, **settings: object) -> FakeRank:

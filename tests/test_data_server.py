@@ -68,7 +68,7 @@ def test_readers_that_come_back_at_once_do_not_hold_up_the_end_nor_read_what_is_
     def left() -> set[str]:
         return {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("data-")}
 
-    wait_until(lambda: not left(), 10, "its threads have ended")
+    wait_until(lambda: not left(), 30, "its threads have ended")
     assert not [record.getMessage() for record in caplog.records if "internal error" in record.getMessage()]
 
 
@@ -98,7 +98,7 @@ def test_strangers_who_prove_nothing_take_no_place_of_members(tmp_path: Path, mo
         with contextlib.closing(member()) as connection, contextlib.ExitStack() as strangers:
             for _ in range(3):
                 strangers.enter_context(socket.create_connection((host, int(port))))
-            wait_until(lambda: node.data.report()["remote_readers"] == 4, 10, "all are let in")
+            wait_until(lambda: node.data.report()["remote_readers"] == 4, 30, "all are let in")
             with pytest.raises(tcp.PeerFull, match="takes no more readers now"):
                 member()
             connection.request(p.Fetch(2, "r", NS, page_hash(1), 64, 1), time.monotonic() + 10)

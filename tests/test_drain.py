@@ -109,7 +109,7 @@ def test_while_it_drains_a_node_stores_nothing_new_serves_reads_and_says_so(
             said: dict[str, object] = json.load(answer)
             return said
 
-    wait_until(lambda: health()["status"] == "draining", 10)
+    wait_until(lambda: health()["status"] == "draining", 30)
     assert a.load(NS, pages).ok == b"\x01" * 8
     outcome = a.store(NS, hashes("new"))
     assert outcome.ok == b"\x00"

@@ -43,7 +43,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     pid = node_pid(socket_path)
     if pid is not None:
         os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: node_pid(socket_path) is None, 10)
+        wait_until(lambda: node_pid(socket_path) is None, 30)
 
 
 def parent_of(pid: int) -> int:
@@ -91,11 +91,11 @@ def test_eight_ranks_starting_at_once_make_one_node_that_outlives_them(settings:
 def test_a_killed_embedded_node_is_started_again_without_the_engine(settings: Settings) -> None:
     rank = FakeRank(settings)
     rank.client.start()
-    wait_until(lambda: rank.store(NS, [page_hash("a")]).ok == b"\x01", 15)
+    wait_until(lambda: rank.store(NS, [page_hash("a")]).ok == b"\x01", 30)
     pid = node_pid(settings.socket)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: rank.exists(NS, [page_hash("a")]) == 0, 10)
+    wait_until(lambda: rank.exists(NS, [page_hash("a")]) == 0, 30)
 
     def healed() -> bool:
         rank.exists(NS, [page_hash("a")])

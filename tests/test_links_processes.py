@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake.testing.local import FakeRank
-from tests.conftest import MasterProcess, NodeProcess, wait_until
+from tests.conftest import START_S, MasterProcess, NodeProcess, wait_until
 from tests.linked import ALL, COUNT, LONG_S, NS, PAGE, TCP, brought, names
 from tests.test_pool_cluster import found_everywhere, is_joined, report_of
 
@@ -43,7 +43,7 @@ def hosts(
     options = ("--transport", NAME, "--replicate-after", "0")
     nodes = [start_node(name, "64MiB", (master.address,), (*options, "--host-id", name)) for name in ("a", "b")]
     made = Hosts(master, nodes)
-    wait_until(lambda: is_joined(made.writer) and is_joined(made.reader), LONG_S, "both nodes joined")
+    wait_until(lambda: is_joined(made.writer) and is_joined(made.reader), START_S, "both nodes joined")
     yield made
     made.writer.close()
     made.reader.close()

@@ -73,13 +73,13 @@ def test_a_writer_that_hangs_shows_until_it_is_gone(start: StartNode, monkeypatc
     wire.receive(p.decoder(p.FromNode), time.monotonic() + 5)
     wire.send(p.Reserve(b"n" * 16, page_hash(1), 4096))
     assert isinstance(wire.receive(p.decoder(p.FromNode), time.monotonic() + 5), p.Reserved)
-    wait_until(lambda: health(node)[1] == "degraded", 10)
+    wait_until(lambda: health(node)[1] == "degraded", 30)
     code, _, problems = health(node)
     assert code == 503
     assert "a writer has held room" in problems
     assert metric(node, "degraded") == 1
     wire.close()
-    wait_until(lambda: health(node) == (200, "ok", ""), 10)
+    wait_until(lambda: health(node) == (200, "ok", ""), 30)
 
 
 def test_a_lock_that_nobody_lets_go_of_shows(start: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,14 +100,14 @@ def test_a_lock_that_nobody_lets_go_of_shows(start: StartNode, monkeypatch: pyte
     holder.join()
     assert (code, status) == (503, "degraded")
     assert "lock" in problems
-    wait_until(lambda: health(node) == (200, "ok", ""), 10)
+    wait_until(lambda: health(node) == (200, "ok", ""), 30)
 
 
 def test_masters_that_are_away_degrade_a_node_that_goes_on_serving(start: StartNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Well all the same: whoever starts such a node anew loses its pages."""
     monkeypatch.setattr(service, "_MASTERS_AWAY_S", 0.3)
     node = start(masters=f"127.0.0.1:{free_port()}")
-    wait_until(lambda: health(node)[1] == "degraded", 10)
+    wait_until(lambda: health(node)[1] == "degraded", 30)
     code, _, problems = health(node)
     assert code == 200
     assert "no master has answered for" in problems
@@ -169,7 +169,7 @@ def test_readers_and_clients_beyond_the_limit_are_turned_away_and_the_others_ser
         reader.close()
     for wire in wires:
         wire.close()
-    wait_until(lambda: node.report()["remote_readers"] == 0, 10)
+    wait_until(lambda: node.report()["remote_readers"] == 0, 30)
     tcp.PeerConnection(peer, time.monotonic() + 5).close()
 
 

@@ -235,14 +235,17 @@ def test_this_machines_memory_can_be_asked_about_and_spread() -> None:
 
 def test_only_the_thread_that_moves_is_moved() -> None:
     before = os.sched_getaffinity(0)
+    moved: list[set[int]] = []
 
     def work() -> None:
         system = numa.System()
         system.run_on([min(system.cpus())])
+        moved.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+    assert moved == [{min(before)}]
     assert os.sched_getaffinity(0) == before
 
 

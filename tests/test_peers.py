@@ -119,7 +119,7 @@ def test_nobody_keeps_a_connection_that_came_too_late(peers: Peers) -> None:
     assert reached.wait(10)
     peers.abandon(attempt)
     go_on.set()
-    wait_until(lambda: Connection.made and Connection.made[0].closed, 10)
+    wait_until(lambda: Connection.made and Connection.made[0].closed, 30)
     assert peers.connected() == []
 
 
@@ -149,7 +149,7 @@ def test_only_so_many_connections_are_made_at_once(peers: Peers, monkeypatch: py
     assert not attempts[2].at_fault
     go_on.set()
     ended: list[Connecting] = []
-    wait_until(lambda: ended.extend(peers.connected()) or len(ended) == 2, 10)  # type: ignore[func-returns-value]
+    wait_until(lambda: ended.extend(peers.connected()) or len(ended) == 2, 30)  # type: ignore[func-returns-value]
     assert all(attempt.connection is not None for attempt in ended)
 
 

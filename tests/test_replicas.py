@@ -55,7 +55,7 @@ def test_a_replica_goes_with_a_clear_and_does_not_come_back(hosts: Callable[...,
     assert report_of(b)["objects"] == 4
     assert a.client.clear(NS) == 4
     for rank in (a, b):
-        wait_until(lambda rank=rank: rank.exists(NS, pages) == 0, 10, "cleared everywhere")  # type: ignore[misc]
+        wait_until(lambda rank=rank: rank.exists(NS, pages) == 0, 30, "cleared everywhere")  # type: ignore[misc]
         for _ in range(3):
             assert rank.load(NS, pages).ok == bytes(4)
     assert a.store(NS, pages, generation=1).ok == b"\x01" * 4

@@ -523,9 +523,14 @@ def test_nodes_of_two_sizes_fill_evenly_and_lose_nothing_while_there_is_room() -
     for _ in range(60):
         write_a_second()
     assert newcomer.store.used_bytes > 0.1 * newcomer.store.allocator.capacity, "but it is used"
-    for _ in range(400):
+    for _ in range(100):
         write_a_second()
+        if spread() < 0.03:
+            break
     assert spread() < 0.03
+    for _ in range(50):  # full as it is, and with pages that come and go
+        write_a_second()
+        assert spread() < 0.06
     assert max(member.used_share for member in cluster.members.values()) < 0.95
     cluster.validate()
 
@@ -713,7 +718,7 @@ def test_what_one_node_has_no_room_for_another_one_keeps(
         for rank in ranks:
             for first in range(0, 400, 16):
                 some = pages[first : first + 16]
-                wait_until(lambda rank=rank, some=some: rank.exists(NS, some) == 16, 10)  # type: ignore[misc]
+                wait_until(lambda rank=rank, some=some: rank.exists(NS, some) == 16, 30)  # type: ignore[misc]
                 assert rank.load(NS, some).ok == b"\x01" * 16
     finally:
         for rank in ranks:

@@ -17,7 +17,7 @@ from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node
 from hicache_mooncake.security import ClusterKey
 from hicache_mooncake.testing.local import FakeRank, free_port, page_hash
 from hicache_mooncake.transfer import tcp
-from tests.conftest import NodeProcess, environment, wait_until
+from tests.conftest import START_S, NodeProcess, environment, wait_until
 from tests.test_security import client, raw, refusal, soon, turned_away
 
 NAMESPACE = b"n" * 16
@@ -55,7 +55,7 @@ def cluster(tmp_path: Path, start_node: Callable[..., NodeProcess]) -> Iterator[
     try:
         nodes = [start_node(name, "64MiB", (address,), ("--key-file", str(path))) for name in ("a", "b")]
         made = Cluster(key, str(path), address, *nodes)
-        wait_until(lambda: set(made.nodes()) == {"a", "b"}, 30, "both nodes joined")
+        wait_until(lambda: set(made.nodes()) == {"a", "b"}, START_S, "both nodes joined")
         yield made
     finally:
         master.kill()

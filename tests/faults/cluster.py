@@ -25,12 +25,11 @@ from hicache_mooncake.client.client import Body, Outcome
 from hicache_mooncake.client.embedded import node_answers
 from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.testing.local import FakeRank, free_port, page_hash, pattern
-from tests.conftest import environment, wait_until
+from tests.conftest import START_S, environment, wait_until
 
 NS = b"n" * 16
 HANG_S = 20.0
 """More than any call may take however busy the machine is: a limit on hangs, not a measurement."""
-START_S = 60.0
 
 Run = Callable[[Callable[[], None]], None]
 

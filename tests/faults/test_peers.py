@@ -385,7 +385,7 @@ def test_peers_that_drop_connections_in_mid_body_again_and_again(node: Nodes, re
         server.proxy.faults = Faults()
     reader.mover._peers._breakers.clear()
     assert reader.load(pages).ok == b"\x01" * 16
-    wait_until(lambda: descriptors() <= before + 6, 10, "as many descriptors as before")
+    wait_until(lambda: descriptors() <= before + 6, 30, "as many descriptors as before")
 
 
 def descriptors() -> int:
@@ -451,7 +451,7 @@ def test_an_old_connection_that_has_ended_is_no_failure(node: Nodes, reader: Rea
     assert reader.load(pages).ok == ALL
     if seen == "before it is used":
         only.proxy.drop_all()
-        wait_until(lambda: only.proxy.connections == 0, 5)
+        wait_until(lambda: only.proxy.connections == 0, 30)
     else:
         answer = only.answer
 

@@ -188,7 +188,7 @@ def test_a_swallowed_completion_costs_one_deadline_and_is_counted(cluster: Clust
     def counted() -> bool:  # the next miss takes the count along
         return reader.load(NS, absent).ok == b"\x00" and "client miss: deadline" in report(reader)
 
-    wait_until(counted, 10, "counted at the node")
+    wait_until(counted, 30, "counted at the node")
     cluster.proxy.faults = Faults()
     wait_until(lambda: reader.load(NS, pages).ok == b"\x01" * 4, 30, "healed")
 
@@ -267,7 +267,7 @@ def test_512_threads_queue_and_none_waits_for_ever(cluster: Cluster) -> None:
     for place, page in enumerate([*own, *pages]):
         assert reader.read(place) == pattern(page, reader.page_bytes)
     wait_until(lambda: reader.load(NS, [*own, *pages]).ok == b"\x01" * 16, 30)
-    wait_until(lambda: descriptors(os.getpid()) <= before + 2, 10, "nothing is left of the crowd")
+    wait_until(lambda: descriptors(os.getpid()) <= before + 2, 30, "nothing is left of the crowd")
 
 
 def descriptors(pid: int) -> int:

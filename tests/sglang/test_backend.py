@@ -351,8 +351,8 @@ def test_the_engine_goes_on_while_the_node_restarts(make_backend: MakeBackend, n
     assert backend.batch_exists(names) == 0
     assert backend.batch_get_v1(names, indices(0, 1, 2, 3)) == [False] * 4
     node.start()
-    wait_until(lambda: all(store(backend, pool, names)), 10)
-    wait_until(lambda: backend.batch_exists(names) == 4, 10)
+    wait_until(lambda: all(store(backend, pool, names)), 30)
+    wait_until(lambda: backend.batch_exists(names) == 4, 30)
 
 
 # --------------------------------------------------------------------------- through SGLang's own factory (P81)

@@ -225,7 +225,7 @@ def test_damage_to_one_part_ends_the_page(make_backend: MakeBackend, admin: Admi
     )
     assert model.load(names) == 0
     one = {PoolName.KV: 1, INDEXER: 1, SWA: 1}
-    wait_until(lambda: model.query(names).extra_pool_hit_pages == one, 10, "the mover has told the node")
+    wait_until(lambda: model.query(names).extra_pool_hit_pages == one, 30, "the mover has told the node")
     assert model.store(names, [0, 1, 2]) == {INDEXER: [True] * 3, SWA: [True] * 3, PoolName.KV: [True] * 3}
     assert model.load(names) == 3
 
