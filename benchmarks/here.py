@@ -14,7 +14,6 @@ from benchmarks.harness import Bench, Memory, Row, memcpy_rate, pool, spread
 from benchmarks.ranks import BATCH, KIB, MIB, POOL_BYTES, Pages, Rank
 from benchmarks.rival import mooncakes
 from hicache_mooncake import protocol as p
-from hicache_mooncake.client.copies import LARGE_BYTES
 
 
 def shared_memory(bench: Bench) -> list[Row]:
@@ -25,7 +24,7 @@ def shared_memory(bench: Bench) -> list[Row]:
     with pool() as (settings,), mooncakes(bench, "local", "dummy") as theirs:
         for mode, size in [*(("memfd", s) for s in targets), ("process_vm", MIB), ("segment", MIB)]:
             ranks = {mode: Rank(settings, source, mode)}
-            if mode == "memfd" and size >= LARGE_BYTES:  # what a host with more cores does by default
+            if mode == "memfd" and size >= MIB:  # what a host with more cores does by default
                 ranks["memfd, 2 copy threads"] = Rank(dataclasses.replace(settings, copy_threads=2), source, mode)
             ours = {name: Pages(rank, rank, size) for name, rank in ranks.items()}
 

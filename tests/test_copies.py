@@ -14,7 +14,7 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.client import copies as copies_module
 from hicache_mooncake.client.batch import Batch
 from hicache_mooncake.client.client import Body, PoolClient
-from hicache_mooncake.client.copies import GROUP_BYTES, LARGE_BYTES, Copies, Copy, threads_for
+from hicache_mooncake.client.copies import GROUP_BYTES, HANDED_BYTES, LARGE_BYTES, Copies, Copy, threads_for
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.testing.local import page_hash, pattern
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
@@ -87,7 +87,7 @@ def test_without_threads_the_copies_are_made_one_after_the_other(copies: Copies,
 
 
 def test_pages_copied_at_once_are_whole(copies: Copies) -> None:
-    size, count = LARGE_BYTES + (300 << 10) + 6, 8
+    size, count = (1 << 20) + (300 << 10) + 6, 8
     fds = [create_memfd(name, size * count) for name in ("engine", "segment")]
     engine = Mapping(fds[0], size * count, writable=True)
     segment = Mapping(fds[1], size * count, writable=True)
@@ -128,7 +128,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("size", [GROUP_BYTES // 4, LARGE_BYTES], ids=["small", "at once"])
+@pytest.mark.parametrize("size", [GROUP_BYTES // 4, HANDED_BYTES], ids=["small", "at once"])
 def test_after_the_deadline_no_group_is_begun(copies: Copies, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     clock = Clock()
     monkeypatch.setattr(copies_module, "time", clock)

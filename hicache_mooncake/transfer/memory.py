@@ -249,9 +249,9 @@ def _copy(target: memoryview, source: memoryview) -> None:
     ctypes.memmove(here, there, len(source))
 
 
-_Step = tuple[memoryview, int, list[int], int]
+_Step = tuple[memoryview, int, list[int], int, bool]
 """A part of all pages of a group: the mapping of engine memory that it is in, with its address here, where each page's begins
-in it, and its size."""
+in it, its size, and whether it is copied without the interpreter lock."""
 
 
 def _storing(
@@ -259,18 +259,19 @@ def _storing(
 ) -> Iterator[int]:
     """Engine -> segment. Small pages pay for each line of it, so that nothing is in the loop that could be done before.
 
-    Short copies keep the interpreter lock, which costs less; those of a whole chunk let go of it: several threads copy at once.
+    Short copies and small bodies keep the interpreter lock, which costs less; the others let go of it: several threads copy at
+    once.
     """
     for page, (at, seed) in enumerate(zip(offsets, seeds, strict=True)):
         digest = xxhash.xxh3_64(seed=seed)
         for group in steps:
             begin = at
-            for view, address, places, size in group:
+            for view, address, places, size, unlocked in group:
                 place = places[page]
-                if size < CHUNK:
-                    segment[at : at + size] = view[place : place + size]
-                else:
+                if unlocked:
                     ctypes.memmove(segment_address + at, address + place, size)
+                else:
+                    segment[at : at + size] = view[place : place + size]
                 at += size
             digest.update(segment[begin:at])
         yield digest.intdigest()
@@ -283,13 +284,13 @@ def _loading(
     for page, (at, seed) in enumerate(zip(offsets, seeds, strict=True)):
         digest = xxhash.xxh3_64(seed=seed)
         for group in steps:
-            for view, address, places, size in group:
+            for view, address, places, size, unlocked in group:
                 place = places[page]
                 there = view[place : place + size]
-                if size < CHUNK:
-                    there[:] = segment[at : at + size]
-                else:
+                if unlocked:
                     ctypes.memmove(address + place, segment_address + at, size)
+                else:
+                    there[:] = segment[at : at + size]
                 digest.update(there)
                 at += size
         yield digest.intdigest()
@@ -403,7 +404,8 @@ class MappedMemory(_Common):
             for run, offset, size, _ in parts:
                 view, address, shift = found[run]
                 shift += offset
-                steps[-1].append((view, address, [place + shift for place in group.addresses[run]], size))
+                unlocked = size > _SHORT and not layout.small
+                steps[-1].append((view, address, [place + shift for place in group.addresses[run]], size, unlocked))
         return steps
 
     def store_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
