@@ -369,6 +369,8 @@ class Served:
         self._lock = threading.Lock()
         self._dram, self._fd = dram, create_memfd("segment", dram)
         self._owners = itertools.count(1)
+        self.afterwards: Callable[[], object] = lambda: None
+        """What it does when an answer is on its way."""
         self._server = RankServer(self, path)
         self._server.bind()
         self._server.start()
@@ -384,6 +386,9 @@ class Served:
                 return end.value  # type: ignore[no-any-return]
         raise AssertionError("there is no master to ask")
 
+    def answered(self, message: p.Message) -> None:
+        self.afterwards()
+
     def gone(self, owner: int) -> None:
         with self._lock:
             self._core.drop_owner(owner)
@@ -395,6 +400,20 @@ class Served:
         self._server.hang_up()
         self._server.close()
         os.close(self._fd)
+
+
+def test_a_node_answers_before_it_does_what_nobody_waits_for(tmp_path: Path) -> None:
+    node = Served(str(tmp_path / "node.sock"), 1 << 20)
+    link = NodeLink(str(tmp_path / "node.sock"), "store", "test")
+    answered = threading.Event()
+    node.afterwards = lambda: answered.wait(30.0)
+    try:
+        reply = link.ask(p.Reserve(NS, page_hash("a"), 4096), time.monotonic() + 20.0)
+        assert isinstance(reply, p.Reserved)
+    finally:
+        answered.set()
+        link.drop()
+        node.close()
 
 
 def tight(sock: socket.socket) -> Wire:

@@ -33,6 +33,9 @@ class Serving(Protocol):
 
     def handle(self, owner: int, message: p.Message) -> p.Message | None: ...
 
+    def answered(self, message: p.Message) -> None:
+        """Its answer is on its way, or could not be sent: the time for what nobody waits for."""
+
     def gone(self, owner: int) -> None:
         """Its connection has ended."""
 
@@ -158,8 +161,11 @@ class RankServer:
                 message = wire.receive(_from_client)
                 _want_no_descriptors(wire)
                 answer = self._node.handle(owner, message)
-                if answer is not None:
-                    wire.send(answer, deadline=time.monotonic() + _SEND_TIMEOUT_S)
+                try:
+                    if answer is not None:
+                        wire.send(answer, deadline=time.monotonic() + _SEND_TIMEOUT_S)
+                finally:
+                    self._node.answered(message)
         except WireClosed:
             pass
         except (WireTimeout, p.ProtocolError) as error:

@@ -290,8 +290,8 @@ class Node:
             case p.Commit():
                 self.rooms.settle(owner, message.txn)
         answer = self._drive(self.core.handle(owner, message, time.monotonic()))
-        with contextlib.suppress(IndexError):  # another thread may be quicker
-            while self._to_say:
+        while self._to_say:
+            with contextlib.suppress(IndexError):  # another thread may be quicker
                 self._quiet(*self._to_say.popleft())
         match message:
             case p.Locate():
@@ -300,17 +300,16 @@ class Node:
             case p.Commit():
                 with self.lock:
                     self._unclaimed.notify_all()
-                self.link.notify()
-            case p.Reserve():
-                self.link.notify()
-            case p.Release():
-                if message.bad:
-                    self.link.notify()
-                if message.peer_down:
-                    with self.lock:
-                        failed = self.core.take_peers_down()
-                    self.link.report(failed)
+            case p.Release() if message.peer_down:
+                with self.lock:
+                    failed = self.core.take_peers_down()
+                self.link.report(failed)
         return answer
+
+    def answered(self, message: p.Message) -> None:
+        """The masters hear of what has changed: their thread would run before the answer is sent if it was woken earlier."""
+        if isinstance(message, (p.Commit, p.Reserve)) or (isinstance(message, p.Release) and message.bad):
+            self.link.notify()
 
     def _drive(self, steps: Steps[_T]) -> _T:
         """Run the steps under the lock, and ask the masters without it."""
