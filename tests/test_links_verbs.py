@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from hicache_mooncake.testing.fake_verbs import FakeFabric, FakeHost
+from hicache_mooncake.node import links
+from hicache_mooncake.testing.fake_verbs import FakeFabric, FakeHost, FakeQp
 from hicache_mooncake.transfer.transport import TransportOptions
 from hicache_mooncake.transfer.verbs.transport import VerbsTransport
 from tests.conftest import wait_until
@@ -93,3 +95,34 @@ def test_cards_that_stand_still_leave_time_for_tcp_and_nothing_lands_later(
     wait_until(lambda: not any(card.busy for card in cards), LONG_S, "the cards have nothing left to do")
     assert fabric.bytes() == moved
     assert linked.reader.load(NS, own).ok == b"\x01" * 16
+
+
+def test_a_driver_that_hangs_when_a_queue_pair_is_destroyed_leaves_tcp(
+    fabric: Fabric, pair: MakePair, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it hangs whoever uses the transport: nobody does until it is over."""
+    monkeypatch.setattr(links, "_FENCE_S", 0.3)
+    linked = Linked(pair(fabric.opened), faults, deadline_s=7.5)
+    go_on = threading.Event()
+    close = FakeQp.close
+
+    def hangs(qp: FakeQp) -> None:
+        go_on.wait()
+        close(qp)
+
+    cards = [card for host in fabric.hosts for card in host.cards.values()]
+    for card in cards:
+        card.hold()
+    monkeypatch.setattr(FakeQp, "close", hangs)
+    try:
+        assert linked.reader.load(NS, linked.pages).ok == ALL
+        wait_until(lambda: figure(linked.b, "link_ends_hanging") == 1, LONG_S, "it is known to hang")
+        assert figure(linked.b, "quarantined_bytes") == COUNT * PAGE
+        assert linked.reader.load(NS, linked.pages).ok == ALL
+        assert figure(linked.b, "landing_bytes") == 0
+    finally:
+        go_on.set()
+        for card in cards:
+            card.resume()
+    wait_until(lambda: figure(linked.b, "quarantined_bytes") == 0, LONG_S, "its room comes back")
+    nothing_lent(linked.b)

@@ -75,3 +75,17 @@ def test_only_its_holder_lets_go_of_it() -> None:
     lock = FairLock()
     with pytest.raises(AssertionError):
         lock.release()
+
+
+def test_who_waits_for_some_time_only_leaves_it_to_others() -> None:
+    lock = FairLock()
+    got: list[bool] = []
+    with lock:
+        assert lock.acquire(0.0), "it is this thread's"
+        lock.release()
+        thread = threading.Thread(target=lambda: got.append(lock.acquire(0.01)))
+        thread.start()
+        thread.join()
+    assert got == [False]
+    assert lock.acquire(0.0)
+    lock.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 
 class FairLock:
@@ -16,11 +17,18 @@ class FairLock:
         self._owner = 0
         self._depth = 0
 
-    def acquire(self) -> bool:
+    def acquire(self, timeout_s: float = threading.TIMEOUT_MAX) -> bool:
+        """False when the time is over."""
         me = threading.get_ident()
         if self._owner != me:
-            with self._next:
-                self._lock.acquire()
+            until = time.monotonic() + timeout_s
+            if not self._next.acquire(timeout=timeout_s):
+                return False
+            try:
+                if not self._lock.acquire(timeout=min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)):
+                    return False
+            finally:
+                self._next.release()
             self._owner = me
         self._depth += 1
         return True

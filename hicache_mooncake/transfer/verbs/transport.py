@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _MAX_RAILS_SHOWN = 16
 LOOK_AGAIN_S = 60.0
 """How often ports that cannot be used are looked at again."""
+_REPORT_S = 1.0
 _MOST_REOPENED = 8
 """Devices that were opened anew; what is left of their former selves stays until the end."""
 _numbers = itertools.count(1)
@@ -151,8 +152,11 @@ class VerbsTransport(Transport):
 
     def report(self) -> dict[str, int | float | str | bool]:
         """For each port its GID, its state, how many rails are up and how many are not, what they moved and how often they
-        failed since the transport was made, and the rate of the fastest; of rails that are not up some by name."""
-        with self.lock:
+        failed since the transport was made, and the rate of the fastest; of rails that are not up some by name. Nothing of that
+        while a driver hangs."""
+        if not self.lock.acquire(_REPORT_S):
+            return {"binding": self._binding.name, "problem": f"no answer within {_REPORT_S:g} s: a driver may hang"}
+        try:
             links = list(self._links)
             rails = [rail for link in links for rail in link.report()]
             found: dict[str, int | float | str | bool] = {"binding": self._binding.name, "links": len(links)}
@@ -170,6 +174,8 @@ class VerbsTransport(Transport):
                 }
             bad = [rail for rail in rails if rail.state != "up"]
             return found | {f"rail {rail.here} to {rail.there} of {rail.peer}": rail.state for rail in bad[:_MAX_RAILS_SHOWN]}
+        finally:
+            self.lock.release()
 
     # ------------------------------------------------------------------ for links
 
