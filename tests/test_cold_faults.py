@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 
 from hicache_mooncake.cold import tier as tier_module
 from hicache_mooncake.cold.index import Index, Key
+from hicache_mooncake.cold.layout import Segment
 from hicache_mooncake.cold.pages_file import ColdError
 from hicache_mooncake.cold.tier import ColdTier
 from tests.cold import NS, OTHER, SMALL, announced, hashes, load, opened, small_tiers, store
@@ -401,6 +404,19 @@ def test_a_tier_grows_and_shrinks_and_keeps_within_its_cap(tmp_path: Path, sizes
         tier.close()
 
 
+def test_a_tier_of_tens_of_thousands_of_segments_opens_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments stay as small as they were when a tier grows. To compare each of these with each would take minutes."""
+    tier = opened(tmp_path, SMALL)
+    tier.close()
+    monkeypatch.setattr(Index, "segments", lambda _index: [Segment(number, number + 1, 4096) for number in range(60_000)])
+    os.truncate(tier.path / "pages", 60_000 * SEGMENT)  # sparse
+    monkeypatch.setattr(ColdTier, "_check_room", lambda *_arguments: None)
+    monkeypatch.setattr(tier_module, "suits", lambda *_arguments: True)
+    tier = opened(tmp_path, 60_000 * SEGMENT)
+    assert tier.report()["cold_used_bytes"] == 60_000 * 4096
+    tier.close()
+
+
 # --------------------------------------------------------------------------- the index
 
 
@@ -436,7 +452,7 @@ def test_an_index_that_is_full_of_one_segment_takes_no_more_and_raises_nothing(
 def test_an_index_that_says_it_is_damaged_is_put_aside_and_the_tier_begins_empty(
     tier: ColdTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pages = hashes(8)
+    pages, old = hashes(8), weakref.ref(tier._index._env)
     store(tier, pages, PAGE)
     with monkeypatch.context() as patch:
         patch.setattr(Index, "put", refusing(lmdb.CorruptedError("torn")))
@@ -447,6 +463,8 @@ def test_an_index_that_says_it_is_damaged_is_put_aside_and_the_tier_begins_empty
     assert announced(tier) == {(NS, each) for each in pages[:2]}
     assert load(tier, pages, PAGE) == [True] * 2 + [False] * 6
     assert (tier.path / "index.damaged" / "data.mdb").exists()
+    gc.collect()
+    assert old() is None, "the old one is let go of"
 
 
 def test_a_record_that_is_none_is_a_damaged_index(tier: ColdTier) -> None:

@@ -148,17 +148,17 @@ class ColdTier:
             self._forget(index, segments)
             known, segments = segment_bytes, []
         size, number = os.fstat(self._file.fd).st_size, self.capacity_bytes // known
-        lost = [each for each in segments if each.used > known or each.number * known + each.used > size]
-        if lost:
+        there = [each for each in segments if each.used <= known and each.number * known + each.used <= size]
+        if len(there) < len(segments):
             text = "cold tier: %s is shorter than it was: %d of %d segments are lost"
-            log.error(text, self._file.path, len(lost), len(segments))
-        fit = [each for each in segments if each not in lost and each.number < number]
-        self._forget(index, [each for each in segments if each not in fit])
+            log.error(text, self._file.path, len(segments) - len(there), len(segments))
+        fit = {each.number: each for each in there if each.number < number}
+        self._forget(index, (each for each in segments if each.number not in fit))
         if size > number * known:
             os.ftruncate(self._file.fd, number * known)
         index.set_number("segment bytes", known)
         self._index = index
-        self._layout = Layout(number, known, fit)
+        self._layout = Layout(number, known, fit.values())
 
     @staticmethod
     def _forget(index: Index, segments: Iterable[Segment]) -> None:
