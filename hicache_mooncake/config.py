@@ -100,6 +100,12 @@ class Settings:
     """0: never."""
     drain_s: float = 10.0
     """0: not at all."""
+    cold: str = ""
+    """Empty: no cold tier."""
+    cold_bytes: int = 8 * DEFAULT_DRAM_BYTES
+    cold_floor: int = 1 << 30
+    cold_after_loads: int = 0
+    save_on_exit: bool = False
     hugepages: bool = False
     transport: str = "auto"
     """auto, tcp, verbs, or the name of a transport that an installed package brings."""
@@ -221,6 +227,8 @@ class _Loader:
         self.layers: list[Layer] = []
         self.standalone: tuple[str, str, object] | None = None
         self.has_client_address = False
+        self.ssd_enabled: tuple[str, object, str] | None = None
+        self.ssd_path: tuple[Layer, str, str, object, str] | None = None
 
     # ---- one method per source
 
@@ -305,6 +313,10 @@ class _Loader:
             self.add_local_hostname(name, origin, raw)
         elif setting.meaning_id == "standalone_storage":
             self.add_standalone(layer, name, origin, raw)
+        elif setting.meaning_id == "enable_ssd_offload" and text.lower() not in setting.nothing:
+            self.ssd_enabled = (origin, raw, setting.here)
+        elif setting.meaning_id == "ssd_offload_path":
+            self.ssd_path = (layer, name, origin, raw, setting.here)
         elif setting.meaning_id == "client_server_address":
             self.add_client_address(layer, name, origin, raw)
         elif text.lower() not in setting.nothing:
@@ -363,7 +375,19 @@ class _Loader:
 
     # ---- the result
 
+    def add_ssd(self) -> None:
+        """Both of the built-in backend's settings together ask for a cold tier; one of them does not."""
+        if self.ssd_path is not None and self.ssd_enabled is not None:
+            layer, name, origin, raw, _ = self.ssd_path
+            layer.add(BY_ATTRIBUTE["cold"], name, origin, raw)
+            return
+        alone = self.ssd_enabled or (self.ssd_path and self.ssd_path[2:])
+        if alone is not None:
+            origin, raw, meaning = alone
+            self.notices.append(f"{origin} = {raw!r}: {meaning}")
+
     def finish(self) -> tuple[Settings, list[str]]:
+        self.add_ssd()
         given: dict[str, Given] = {}
         for layer in [self.implied, *self.layers]:
             given.update(layer.given)
@@ -383,6 +407,8 @@ class _Loader:
             values["dram_bytes"] = default_dram_bytes(available_memory_bytes())
         elif values["node"] == "embedded":
             self._check_dram(given["dram_bytes"])
+        if "cold_bytes" not in values:
+            values["cold_bytes"] = 8 * int(str(values["dram_bytes"]))
         self._check_tls(given, values)
         if values["node"] == "embedded":
             self._resolve_interface(given, values, sources)

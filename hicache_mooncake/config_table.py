@@ -311,6 +311,55 @@ SETTINGS: tuple[Setting, ...] = (
         "--drain-s",
     ),
     Setting(
+        "cold",
+        "HICACHE_MOONCAKE_COLD",
+        ("cold",),
+        parse_file,
+        "",
+        "Directory of the cold tier, on a disk of this host: pages are written there before DRAM loses them, and found again "
+        "after a restart. One node, one directory. Empty: there is no cold tier.",
+        "--cold",
+    ),
+    Setting(
+        "cold_bytes",
+        "HICACHE_MOONCAKE_COLD_BYTES",
+        ("cold_bytes",),
+        parse_size,
+        "8 times dram",
+        "Pages on the disk, at most: as dram. The index comes on top, some 150 bytes a page. The node does not start without "
+        "room for all of it.",
+        "--cold-bytes",
+    ),
+    Setting(
+        "cold_floor",
+        "HICACHE_MOONCAKE_COLD_FLOOR",
+        ("cold_floor",),
+        parse_size,
+        "1gb",
+        "What the cold tier leaves free on the disk, whatever cold_bytes says.",
+        "--cold-floor",
+    ),
+    Setting(
+        "cold_after_loads",
+        "HICACHE_MOONCAKE_COLD_AFTER_LOADS",
+        ("cold_after_loads",),
+        parse_fetches,
+        "0",
+        "A page that was loaded so often from DRAM within a minute is written to the cold tier as well, long before its "
+        "eviction: then a crash does not lose it. 0: never.",
+        "--cold-after-loads",
+    ),
+    Setting(
+        "save_on_exit",
+        "HICACHE_MOONCAKE_SAVE_ON_EXIT",
+        ("save_on_exit",),
+        parse_bool,
+        "false",
+        "On SIGTERM write all of DRAM that is not there yet to the cold tier, the most used pages first. It takes as long as "
+        "the disk takes: give the service manager the time, or a second signal ends it.",
+        "--save-on-exit",
+    ),
+    Setting(
         "hugepages",
         "HICACHE_MOONCAKE_HUGEPAGES",
         ("hugepages",),
@@ -615,14 +664,14 @@ MOONCAKE_SETTINGS: tuple[MooncakeSetting, ...] = (
         "enable_ssd_offload",
         ("MOONCAKE_ENABLE_SSD_OFFLOAD",),
         ("enable_ssd_offload",),
-        "there is no cold tier yet: pages live in DRAM only and are dropped when evicted",
+        "with ssd_offload_path it sets `cold`. Without, set `cold` to a directory: there is no default one",
         _OFF,
     ),
     MooncakeSetting(
         "ssd_offload_path",
         ("MOONCAKE_OFFLOAD_FILE_STORAGE_PATH",),
         ("ssd_offload_path",),
-        "there is no cold tier yet: the directory is not used",
+        "with enable_ssd_offload it sets `cold`, whose size is `cold_bytes`. There it is an engine's directory, here a host's",
     ),
     MooncakeSetting(
         "enable_group_semantics",

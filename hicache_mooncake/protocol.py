@@ -68,10 +68,13 @@ class Hello(Message):
     role: str
     client: str
     """Who asks, for logs and pins: `pid:model:rank`."""
+    cold: bool = False
+    """It can read from the cold tier's file."""
 
 
 class Welcome(Message):
-    """Answer to Hello. With roles load and store the segment's memfd rides on the same frame."""
+    """Answer to Hello. With roles load and store the segment's memfd rides on the same frame; with role load behind it the cold
+    tier's file, to be read from, where there is one and the Hello says `cold`."""
 
     version: int
     node: str
@@ -83,6 +86,8 @@ class Welcome(Message):
     """With roles load and store, where the cluster has TLS: this node's certificate, its key, and the authority, as PEM."""
     tls_key: bytes = b""
     tls_ca: bytes = b""
+    cold: int = 0
+    """0: no cold tier. 1: its file comes. 2: and is read in whole blocks, past the page cache."""
 
 
 class Exists(Message):
@@ -132,9 +137,11 @@ class Locate(Message):
     """What a lookup has just learned of other nodes will do: the asker asks again for what does not come by it."""
     again: bool = False
     """The same load asks for pages that did not come by a recalled answer: nothing is recalled for it, nor known any more."""
+    cold: bool = False
+    """The asker reads from the cold tier's file by itself: what lies there is told."""
 
 
-MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT = 0, 1, 2, 3, 4, 5
+MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT, READ, READ_ON = 0, 1, 2, 3, 4, 5, 6, 7
 
 
 class Located(Message):
@@ -142,7 +149,10 @@ class Located(Message):
     seeded with the page's identity (LOCAL; remote ones come with the bytes).
 
     FETCH, where shared: take it from the peer into the segment at the next offset of `room`, and then Commit `txn`, whose
-    WRITE entries these are. WAIT: another rank does that just now."""
+    WRITE entries these are. WAIT: another rank does that just now.
+
+    READ: it lies in the cold tier's file, at offset `where`, in whole blocks. READ_ON: so, and it is to be copied into the
+    segment as well, at the next offset of `cold_room`, and then Commit `cold_txn`."""
 
     pin: int
     status: bytes
@@ -163,6 +173,8 @@ class Located(Message):
     """For each key the segment offset that a link may write it to, or -1. Of FETCH keys it is their entry of `room`."""
     recalled: bool = False
     """No master was asked: who holds the pages is what a lookup learned a moment ago."""
+    cold_txn: int = 0
+    cold_room: list[int] = []
 
 
 class Peer(Message):
@@ -199,6 +211,8 @@ class Release(Message):
     peer_down: list[str] = []
     loaded: int = 0
     apart: list[tuple[str, bytes, str]] = []
+    bad_cold: list[tuple[bytes, int]] = []
+    """Hashes whose bytes in the cold tier's file, at this offset, failed their checksum."""
 
 
 class Reserve(Message):
@@ -358,6 +372,8 @@ class Transferred(Message):
     """Pages of a store that the node already held."""
     id: int = 0
     """Of the Transfer that this answers."""
+    cold_bytes: int = 0
+    """Read from the cold tier; in `local_bytes` as well."""
 
 
 # --------------------------------------------------------------------------- node <-> node
@@ -392,6 +408,8 @@ class FetchReply(Message):
     this Fetch any more as far as this end can tell, and the bodies follow."""
     link_failed: bool = False
     """Something was begun over the link and has failed: the reader's end is ended before what it wrote to is used again."""
+    cold: bytes = b""
+    """1 for each key whose body comes from the cold tier: one that is damaged there is no fault of the node. Empty: none."""
 
 
 class Prove(Message):
@@ -698,6 +716,11 @@ def negotiate(their_min: int, their_max: int) -> int | None:
     """The newest version both sides speak, or None."""
     version = min(PROTOCOL_MAX, their_max)
     return version if version >= max(PROTOCOL_MIN, their_min) else None
+
+
+def split(hashes: bytes) -> list[bytes]:
+    """The hashes of a blob."""
+    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
 
 
 def select_hashes(hashes: bytes, which: Iterable[int]) -> bytes:

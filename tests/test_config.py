@@ -151,6 +151,11 @@ def test_every_setting_can_be_given_in_every_layer() -> None:
         "spill": "false",
         "replicate_after": 0,
         "drain_s": 2.5,
+        "cold": "/mnt/nvme/pages",
+        "cold_bytes": "1tb",
+        "cold_floor": "10gb",
+        "cold_after_loads": 3,
+        "save_on_exit": "true",
         "hugepages": True,
         "transport": "verbs",
         "rdma_devices": "mlx5_0,mlx5_1:2",
@@ -327,8 +332,8 @@ EXPLAINED = {
     "MC_TCP_BIND_ADDRESS": ("10.0.0.7", "`interface`"),
     "MOONCAKE_MASTER_METRICS_PORT": ("9003", "not needed"),
     "MOONCAKE_CHECK_SERVER": ("1", "hicache-mooncake doctor"),
-    "MOONCAKE_ENABLE_SSD_OFFLOAD": ("true", "no cold tier yet"),
-    "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": ("/mnt/ssd", "no cold tier yet"),
+    "MOONCAKE_ENABLE_SSD_OFFLOAD": ("true", "set `cold` to a directory"),
+    "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": ("/mnt/ssd", "with enable_ssd_offload it sets `cold`"),
     "MOONCAKE_LOCAL_BUFFER_SIZE": ("16777216", "not needed"),
     "MOONCAKE_STORE_CHECKSUM": ("0", "every page is checksummed"),
 }
@@ -342,6 +347,14 @@ ASKS_FOR_WHAT_IS = {
     "MOONCAKE_LOCAL_BUFFER_SIZE": "0",
     "MOONCAKE_STORE_CHECKSUM": "1",
 }
+
+
+def test_the_built_in_backends_offload_sets_the_cold_tier() -> None:
+    both = load(MOONCAKE_ENABLE_SSD_OFFLOAD="true", MOONCAKE_OFFLOAD_FILE_STORAGE_PATH="/mnt/ssd")
+    assert both.cold == "/mnt/ssd"
+    assert both.cold_bytes == 8 * both.dram_bytes
+    assert load(MOONCAKE_ENABLE_SSD_OFFLOAD="false", MOONCAKE_OFFLOAD_FILE_STORAGE_PATH="/mnt/ssd").cold == ""
+    assert load({"cold": "/a", "cold_bytes": "1tb"}, MOONCAKE_ENABLE_SSD_OFFLOAD="true").cold_bytes == 1 << 40
 
 
 def test_every_variable_of_the_built_in_backend_is_covered_below() -> None:

@@ -375,7 +375,7 @@ class Served:
         self._server.bind()
         self._server.start()
 
-    def welcome(self, version: int, role: str) -> tuple[p.Welcome, list[int]]:
+    def welcome(self, version: int, role: str, *, cold: bool) -> tuple[p.Welcome, list[int]]:
         return p.Welcome(version, "node", b"i" * 8, self._dram), [self._fd]
 
     def handle(self, owner: int, message: p.Message) -> p.Message | None:

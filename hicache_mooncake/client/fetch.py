@@ -328,6 +328,7 @@ class RemoteReads:
         if reply.id != stream.fetch_id or not len(reply.status) == len(reply.checksum) == len(ask.pages):
             raise p.ProtocolError("reply does not match the request")
         self._links.answered(ask, failed=reply.link_failed)
+        cold = {page for page, from_disk in zip(ask.pages, reply.cold, strict=False) if from_disk}
         held: list[tuple[int, int]] = []
         for page, status, checksum in zip(ask.pages, reply.status, reply.checksum, strict=True):
             if status == p.LOCAL:
@@ -349,10 +350,11 @@ class RemoteReads:
                     arrived = wanted
                 else:
                     yield wanted
-            self._settle(ask, page, checksum, arrived, in_segment=page in through)
+            self._settle(ask, page, checksum, arrived, in_segment=page in through, cold=page in cold)
 
-    def _settle(self, ask: Ask, page: int, checksum: int, arrived: int, *, in_segment: bool) -> None:
-        """All bytes of a page have come, and have this checksum. `in_segment`: they lie in the segment, too."""
+    def _settle(self, ask: Ask, page: int, checksum: int, arrived: int, *, in_segment: bool, cold: bool = False) -> None:
+        """All bytes of a page have come, and have this checksum. `in_segment`: they lie in the segment, too. `cold`: they were
+        read from the holder's disk, whose damage is no fault of the node."""
         self.received_bytes += self._batch.body_bytes
         if arrived == checksum:
             self._ok[page] = 1
@@ -360,7 +362,7 @@ class RemoteReads:
                 self._landing.checksums[page] = checksum
             self._plan.arrived(ask, page)
         else:
-            self._plan.missed(ask, page, "checksum_remote", blame=True)
+            self._plan.missed(ask, page, "checksum_cold" if cold else "checksum_remote", blame=not cold)
 
     def _take_landed(self, ask: Ask, held: Sequence[tuple[int, int]]) -> None:
         """These pages, with their checksums, lie in the segment. Copy them on; the bytes that are copied decide."""

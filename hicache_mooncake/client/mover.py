@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.batch import Batch, Landing
+from hicache_mooncake.client.cold_reads import ColdReads
 from hicache_mooncake.client.copies import Copies
 from hicache_mooncake.client.fetch import RemoteReads
 from hicache_mooncake.client.lanes import Lanes
@@ -62,14 +63,17 @@ class _Loaded:
 
     here_bytes: int = 0
     elsewhere_bytes: int = 0
+    cold_bytes: int = 0
+    """Read from the cold tier, of those from here."""
     waiting: list[int] = field(default_factory=list)
     """Pages that another rank is fetching."""
     doubtful: dict[int, Doubt] = field(default_factory=dict)
-    """Pages that did not come from where a lookup found them. They are in no reasons yet."""
+    """Pages that did not come from where a lookup found them, or from the cold tier. They are in no reasons yet."""
 
     def add(self, more: _Loaded) -> None:
         self.here_bytes += more.here_bytes
         self.elsewhere_bytes += more.elsewhere_bytes
+        self.cold_bytes += more.cold_bytes
         self.waiting += more.waiting
         self.doubtful |= more.doubtful
 
@@ -147,8 +151,10 @@ class Mover:
         reasons: Counter[str] = Counter()
         try:
             if job.op == "load":
-                local, remote = self._load(batch, ok, reasons, deadline)
-                return p.Transferred(bytes(ok), dict(reasons), local, remote, id=job.id)
+                done = self._load(batch, ok, reasons, deadline)
+                return p.Transferred(
+                    bytes(ok), dict(reasons), done.here_bytes, done.elsewhere_bytes, id=job.id, cold_bytes=done.cold_bytes
+                )
             local, had = self._storing.store(self.memory, batch, ok, reasons, deadline)
             return p.Transferred(bytes(ok), dict(reasons), local, 0, had, job.id)
         except NodeUnavailable as error:
@@ -169,8 +175,7 @@ class Mover:
 
     # ------------------------------------------------------------------ load
 
-    def _load(self, batch: Batch, ok: bytearray, reasons: Counter[str], deadline: float) -> tuple[int, int]:
-        """Returns (bytes that were here, bytes that came from other nodes)."""
+    def _load(self, batch: Batch, ok: bytearray, reasons: Counter[str], deadline: float) -> _Loaded:
         everything = list(range(batch.count))
         # Pages of other nodes are asked for in one question: a master answers it, and their nodes begin to send.
         parts = in_parts(everything, batch.body_bytes, LOAD_PARTS) if self._all_here and not batch.job.shared else [everything]
@@ -181,7 +186,7 @@ class Mover:
             wait_s = max(0.0, deadline - time.monotonic()) * _WAIT_SHARE
             located = self._link.ask(self._locate(batch, waiting, deadline, wait_s=wait_s), deadline)
             done.add(self._load_located(batch, waiting, located, ok, reasons, deadline))
-        return done.here_bytes, done.elsewhere_bytes
+        return done
 
     def _load_again(
         self, batch: Batch, doubtful: Map[int, Doubt], ok: bytearray, reasons: Counter[str], deadline: float
@@ -220,7 +225,13 @@ class Mover:
 
     @staticmethod
     def _locate(
-        batch: Batch, pages: Sequence[int], deadline: float, *, shared: bool = False, wait_s: float = 0.0, again: bool = False
+        batch: Batch,
+        pages: Sequence[int],
+        deadline: float,
+        *,
+        shared: bool = False,
+        wait_s: float = 0.0,
+        again: bool = False,
     ) -> p.Locate:
         job = batch.job
         hashes = job.hashes if len(pages) == batch.count else p.select_hashes(job.hashes, pages)
@@ -237,6 +248,7 @@ class Mover:
             links=True,
             recall=not wait_s and not again and left >= _RECALL_LEAST_S,
             again=again,
+            cold=not again,
         )
 
     def _load_located(
@@ -258,6 +270,7 @@ class Mover:
         self._peers.identify(self._link.data_key, self._link.node, self._link.tls)
         before = before or {}
         links = OverLinks(located, pages, batch.body_bytes)
+        cold = ColdReads(located, pages)
         now = time.monotonic()
         plan = FetchPlan(
             deadline,
@@ -288,7 +301,7 @@ class Mover:
                     landing.offsets[i] = next(room)
             elif status == p.WAIT:
                 waiting.append(i)
-            else:
+            elif status not in (p.READ, p.READ_ON):
                 absent = "wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"
                 reasons[before[i].why if i in before else absent] += 1
         reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node, self._lanes, links)
@@ -307,7 +320,11 @@ class Mover:
                     for i in some:
                         if not ok[i]:  # by tcp; of who did not answer last, since it may hang
                             plan.add(i, holders[i] if came is not None else holders[i][1:] + holders[i][:1])
-            if plan.done and not plan.doubtful and not bad:
+            if cold.pages:
+                stays = self._link.segment is segment  # else the room went back with the connection
+                cold.load(self._link.cold, self.memory, batch, segment if stays else None, ok, deadline, reads.poke)
+                release.bad_cold = cold.bad
+            if plan.done and not plan.doubtful and not cold.failed and not bad:
                 self._unsettled.append(release)
             else:  # the others may take long
                 self._link.tell(release, deadline + 0.1)
@@ -327,9 +344,18 @@ class Mover:
             commit = p.Commit(landing.txn, bytes(c is not None for c in whole), [c or 0 for c in whole])
             with contextlib.suppress(NodeUnavailable):  # the pages are in the engine all the same
                 self._link.ask_same(commit, deadline + 0.1)
+        if cold_commit := cold.commit():
+            with contextlib.suppress(NodeUnavailable):
+                self._link.ask_same(cold_commit, deadline + 0.1)
         if plan.blamed:
             self._link.tell(p.Release(0, peer_down=plan.blamed), deadline + 0.1)
-        return _Loaded(loaded * batch.body_bytes, reads.received_bytes, waiting, plan.doubtful)
+        return _Loaded(
+            (loaded + cold.loaded) * batch.body_bytes,
+            reads.received_bytes,
+            cold.loaded * batch.body_bytes,
+            waiting,
+            plan.doubtful | cold.failed,
+        )
 
     def _copy_local(
         self,

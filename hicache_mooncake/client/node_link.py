@@ -8,6 +8,8 @@ import time
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import BLAME_AFTER_S, LEAST_S, Backoff
+from hicache_mooncake.cold.pages_file import PagesFile
+from hicache_mooncake.cold.reading import Reader
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import Mapping
 from hicache_mooncake.transfer.tls import Tls
@@ -46,6 +48,8 @@ class NodeLink:
         """Questions that were asked ahead, whose answers are still to be taken."""
         self._retry = Backoff(_NODE_RETRY_FIRST_S, _NODE_RETRY_MAX_S)
         self.segment: Mapping | None = None
+        self.cold: Reader | None = None
+        """Of the node's cold tier, for a mover that loads."""
         self.node = ""
         self.data_key = b""
         """Of the node's cluster: what other nodes' data ports want proved."""
@@ -152,17 +156,23 @@ class NodeLink:
             self._retry.failed()
             raise NodeUnavailable("node_down", str(error)) from error
         try:
-            wire.send(p.Hello(p.PROTOCOL_MIN, p.PROTOCOL_MAX, self._role, self._client), deadline=deadline)
+            hello = p.Hello(p.PROTOCOL_MIN, p.PROTOCOL_MAX, self._role, self._client, cold=self._role == "load")
+            wire.send(hello, deadline=deadline)
             welcome = wire.receive(_from_node, deadline)
             if isinstance(welcome, p.Refused):
                 raise NodeUnavailable("node_refused", welcome.reason)
             fds = wire.take_fds()
-            if not isinstance(welcome, p.Welcome) or len(fds) != 1:
+            if not isinstance(welcome, p.Welcome) or len(fds) != 1 + bool(welcome.cold):
+                for fd in fds:
+                    os.close(fd)
                 raise p.ProtocolError("the node's welcome has no segment")
+            cold = fds.pop() if welcome.cold else None
             try:
                 segment = Mapping(fds[0], welcome.segment_bytes, writable=True)
             except OSError as error:
                 _quiet(logging.ERROR, "segment", f"no page can be moved, since the node's segment cannot be mapped: {error}")
+                if cold is not None:
+                    os.close(cold)
                 raise NodeUnavailable("segment_map", str(error)) from error
             finally:
                 for fd in fds:
@@ -181,6 +191,7 @@ class NodeLink:
             raise NodeUnavailable("node_down", str(error)) from error
         segment.populate_in_background(_POPULATE_BYTES)
         self.segment = segment
+        self.cold = Reader(PagesFile.of(cold, direct=welcome.cold == 2)) if cold is not None else None
         self.node = welcome.node
         self.data_key = welcome.data_key
         tls = Tls(welcome.tls_cert, welcome.tls_key, welcome.tls_ca) if welcome.tls_cert else None
@@ -202,3 +213,7 @@ class NodeLink:
         if self.segment is not None:
             self.segment.close()
             self.segment = None
+        if self.cold is not None:
+            self.cold.close()
+            self.cold.file.close()
+            self.cold = None

@@ -39,9 +39,13 @@ class Asked:
             self._left = self._until_halved
             self._rows >>= 1
 
-    def times(self, namespace: bytes, page_hash: bytes) -> int:
-        places = self._places(namespace, page_hash)
-        return int(min(row[at[0]] for row, at in zip(self._rows, places, strict=True)))
+    def times(self, namespace: bytes, hashes: Sequence[bytes]) -> list[int]:
+        """How often each was counted."""
+        if not hashes:
+            return []
+        places = self._places(namespace, b"".join(hashes))
+        counts = np.min([row[at] for row, at in zip(self._rows, places, strict=True)], axis=0)
+        return [int(count) for count in counts]
 
     def _places(self, namespace: bytes, hashes: bytes) -> _Places:
         """Which counter of each row is whose. Hashes are random already."""

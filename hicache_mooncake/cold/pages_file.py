@@ -50,6 +50,13 @@ class PagesFile:
         os.close(self.fd)
         self.fd, self.direct = fd, True
 
+    @classmethod
+    def of(cls, fd: int, *, direct: bool) -> PagesFile:
+        """What another process has opened. It is this object's from here on."""
+        file = cls.__new__(cls)
+        file.path, file.fd, file.direct = Path(f"/proc/self/fd/{fd}"), fd, direct
+        return file
+
     def close(self) -> None:
         os.close(self.fd)
 

@@ -34,10 +34,10 @@ Results = Generator[memoryview | BaseException | None, None, None]
 
 class Reader:
     """Any number of threads may read; all of them share `depth` threads that wait for the disk. Buffers are kept for the next
-    call. Close it last."""
+    call. Close it before its file."""
 
     def __init__(self, file: PagesFile, depth: int = DEPTH) -> None:
-        self._file = file
+        self.file = file
         self._depth = depth
         self._workers = _Workers(depth)
         self._turns = threading.BoundedSemaphore(_CALLS)
@@ -106,7 +106,7 @@ class Reader:
     def _begin(self, offset: int, size: int) -> tuple[Future[None], memoryview]:
         buffer = self._buffer(size)
         view = buffer[:size]
-        return self._workers.submit(lambda: self._file.read(offset, [view])), buffer
+        return self._workers.submit(lambda: self.file.read(offset, [view])), buffer
 
     def _come(self, under_way: deque[tuple[Future[None], memoryview]], deadline: float) -> memoryview | BaseException | None:
         """What the first of these has read, or why it has not."""

@@ -126,6 +126,8 @@ class ColdTier:
         places.mark_unclean(self.path)
         self._file = PagesFile(self.path / places.PAGES, writable=True, direct=direct)
         opened.callback(self._file.close)
+        self._read_only = PagesFile(self.path / places.PAGES, writable=False, direct=self._file.direct)
+        opened.callback(self._read_only.close)
         try:
             self._open_index(segment_bytes)
         except DAMAGE as error:
@@ -194,6 +196,15 @@ class ColdTier:
     def direct(self) -> bool:
         return self._file.direct
 
+    @property
+    def read_fd(self) -> int:
+        """For others to read from the file; this tier's."""
+        return self._read_only.fd
+
+    @property
+    def pages(self) -> int:
+        return self._index.pages()
+
     def present(self, namespace: bytes, hashes: Sequence[bytes]) -> bytes:
         """One byte a page: 1 where it is here."""
         return bytes(place is not None for place in self._find(namespace, hashes))
@@ -205,9 +216,9 @@ class ColdTier:
         self._asked.more(namespace, [each for each, place in zip(hashes, good, strict=True) if place is not None])
         return good
 
-    def often(self, namespace: bytes, page_hash: bytes) -> bool:
-        """Was it asked for more than once lately? Then it belongs into DRAM."""
-        return self._asked.times(namespace, page_hash) >= _KEEP_AFTER
+    def often(self, namespace: bytes, hashes: Sequence[bytes]) -> list[bool]:
+        """Which were asked for more than once lately: those belong into DRAM, and stay when their segment is emptied."""
+        return [times >= _KEEP_AFTER for times in self._asked.times(namespace, hashes)]
 
     def read(self, namespace: bytes, wanted: Sequence[tuple[bytes, Place]], deadline: float) -> Bodies:
         """Bodies of these pages (hash, place), in order, each proved; None for one that is damaged or does not come in time. A
@@ -420,7 +431,7 @@ class ColdTier:
         """What is still found in a segment, and asked for, by namespace, with the id that this has."""
         found: dict[bytes, list[tuple[int, Key, Place]]] = {}
         for number, key in self._index.written(segment.filling):
-            if self.often(*key):
+            if self.often(key.namespace, [key.hash])[0]:
                 place = self._find(key.namespace, [key.hash])[0]
                 if place is not None and place.filling == segment.filling:
                     most_bytes -= blocks(place.length)

@@ -98,11 +98,10 @@ class ColdWriter:
     def _look(self) -> float:
         """Do what is due. Returns the pause before the next look."""
         self._keep_house()
-        if not self._tier.ready():
-            return _LOOK_S
-        since = self._tier.clears
+        since, able = self._tier.clears, self._tier.ready()
         with self._node.lock:
-            batch = self._keeping.next(self._owner, time.monotonic())
+            self._keeping.able = able
+            batch = self._keeping.next(self._owner, time.monotonic()) if able else None
         if batch is None:
             return _LOOK_S
         self._write(batch, since)

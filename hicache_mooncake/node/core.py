@@ -1,13 +1,14 @@
 """What a node answers: to the ranks and movers of its host, to other nodes, to the masters' orders. No I/O, clocks or threads.
 
-Whatever needs a master is a generator that yields `AskMasters` and is sent what they told. The shell (service.py) runs every
-step under the node's lock and does the asking without it:
+Whatever needs a master or the disk is a generator that yields what it asks (`node.asking`) and is sent what was told. The shell
+(service.py) runs every step under the node's lock and does the asking without it:
 
     steps = core.handle(owner, message, now)
     try:
         ask = next(steps)
         while True:
             ask = steps.send(told)   # `told`: what the masters answer to ask.questions within ask.timeout_s, or None
+                                     # what the cold tier says to AskCold and LocateCold
     except StopIteration as end:
         answer = end.value
 """
@@ -18,13 +19,14 @@ import dataclasses
 import logging
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.node.allocator import blocks_of
-from hicache_mooncake.node.asking import AskMasters, Told
+from hicache_mooncake.node.asking import AskCold, Asked, AskMasters, ColdPlace, LocateCold, Told
 from hicache_mooncake.node.heat import Heat
+from hicache_mooncake.node.keeping import Keeping
 from hicache_mooncake.node.link_session import Usage
 from hicache_mooncake.node.placement import Placement
 from hicache_mooncake.node.recall import Mark, Recall
@@ -59,7 +61,8 @@ Log = Callable[[int, str, str], None]
 
 
 _T = TypeVar("_T")
-Steps = Generator[AskMasters, Told | None, _T]
+Steps = Generator[Asked, Any, _T]
+"""Sent back: `Told` or None to AskMasters, to the others what they say."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,6 +77,8 @@ class Writing:
     """Another node gives these pages."""
     replicas: bool = False
     """They are fetched from another node and stay here."""
+    promoted: bytes = b""
+    """They come from the cold tier: their hashes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +142,9 @@ class NodeCore:
         self._neighbours = neighbours
         self._heat = Heat(replicate_after)
         self._recall = Recall(turn)
+        self.keeping: Keeping | None = None
+        """Of the cold tier, where there is one."""
+        self.promoted = 0
         self._log = log
         self._writing: dict[int, Writing] = {}
         self._cleared: OrderedDict[bytes, float] = OrderedDict()
@@ -184,6 +192,8 @@ class NodeCore:
         if not 1 <= len(namespaces) <= p.MAX_NAMESPACES_PER_MESSAGE or count * len(namespaces) > p.MAX_KEYS_PER_MESSAGE:
             raise p.ProtocolError(f"{count} pages of {len(namespaces)} namespaces asked for at once")
         columns = [bytearray(self.store.present(namespace, message.hashes)) for namespace in namespaces]
+        if self.keeping is not None and any(0 in column for column in columns):
+            columns = yield from self._exist_cold(namespaces, message.hashes, columns)
         reason = ""
         questions: list[p.Question] = []
         asked: list[tuple[bytearray, list[int]]] = []
@@ -217,6 +227,17 @@ class NodeCore:
             for question, answer in zip(questions, told.answers, strict=True):
                 self._recall.learn(mark, question, answer, now)
 
+    def _exist_cold(self, namespaces: Sequence[bytes], hashes: bytes, columns: list[bytearray]) -> Steps[list[bytearray]]:
+        """The columns, with what is in the cold tier."""
+        missing = [[i for i, here in enumerate(column) if not here] for column in columns]
+        told: list[bytes] = yield AskCold(
+            [(namespace, p.select_hashes(hashes, which)) for namespace, which in zip(namespaces, missing, strict=True)]
+        )
+        for column, which, answer in zip(columns, missing, told, strict=True):
+            for i, here in zip(which, answer, strict=False):
+                column[i] = here
+        return columns
+
     def waits(self, message: p.Locate, now: float) -> bool:
         """Is any of these pages being fetched for all? Then a Locate with `wait_s` is answered only when that is over, or that
         long has passed. What ends it are `commit` and `drop_owner`, and time."""
@@ -243,6 +264,16 @@ class NodeCore:
         reason = ""
         recalled = False
         missing = [i for i, s in enumerate(status) if s == p.MISS]
+        if self.keeping is not None:
+            local = [i for i, s in enumerate(status) if s == p.LOCAL]
+            self.keeping.loaded(namespace, (message.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES] for i in local), now)
+        cold: dict[int, ColdPlace] = {}
+        if missing and message.cold and self.keeping is not None:
+            told_cold: list[ColdPlace | None] = yield LocateCold(namespace, p.select_hashes(message.hashes, missing), length)
+            cold = {i: place for i, place in zip(missing, told_cold, strict=False) if place is not None}
+            for i in cold:
+                status[i] = p.READ
+            missing = [i for i in missing if i not in cold]
         if missing and self.masters:
             told: Told | None = None
             question = p.Question(namespace, p.select_hashes(message.hashes, missing), prefix=False)
@@ -286,7 +317,47 @@ class NodeCore:
             for i, claim in zip(wanted, column, strict=True):
                 if message.shared or claim == p.FETCH:  # for a page that is only hot nobody waits
                     status[i] = claim
-        return p.Located(pin, bytes(status), where, checksum, peers, reason, txn, room, others, recalled=recalled)
+        cold_txn, cold_room = self._promote(owner, message, status, cold, now)
+        for i, place in cold.items():
+            if status[i] in (p.READ, p.READ_ON):
+                where[i], checksum[i] = place.offset, place.checksum
+        return p.Located(
+            pin,
+            bytes(status),
+            where,
+            checksum,
+            peers,
+            reason,
+            txn,
+            room,
+            others,
+            recalled=recalled,
+            cold_txn=cold_txn,
+            cold_room=cold_room,
+        )
+
+    def _promote(
+        self, owner: int, message: p.Locate, status: bytearray, cold: Mapping[int, ColdPlace], now: float
+    ) -> tuple[int, list[int]]:
+        """Of pages that are read from the cold tier those come back into DRAM that are asked for more than once, and those that
+        several ranks want: one reads them for all. Returns the transaction, and room for each that became READ_ON."""
+        often = [i for i, place in cold.items() if status[i] == p.READ and (place.often or message.shared)]
+        if not often or self.draining or self._cleared_lately(message.namespace, now):
+            return 0, []
+        hashes = p.select_hashes(message.hashes, often)
+        txn, column, room = self.store.claim(
+            owner, message.namespace, hashes, message.length, now, message.group, message.hashes, rank=OWN
+        )
+        read_on = [i for i, claim in zip(often, column, strict=True) if claim == p.FETCH]
+        if room:
+            promoted = p.select_hashes(message.hashes, read_on)
+            self._writing[txn] = Writing(owner, message.namespace, now, promoted=promoted)
+        for i in read_on:
+            status[i] = p.READ_ON
+        for i, claim in zip(often, column, strict=True):
+            if claim == p.WAIT and message.shared:
+                status[i] = p.WAIT
+        return txn, room
 
     def _reachable(self, peer: p.Peer, now: float) -> p.Peer:
         """Without the socket of one on this host that cannot be read through it: then it is as any other host's."""
@@ -360,6 +431,10 @@ class NodeCore:
         done = self.store.commit(owner, txn, ok, checksums)
         if writing is not None and writing.replicas:
             self.replicated += done.count(1)
+        if writing is not None and writing.promoted:
+            self.promoted += done.count(1)
+            stored = [each for each, ok in zip(p.split(writing.promoted), done, strict=False) if ok]
+            self.store.keep(writing.namespace, stored)
         return done
 
     def strand(self, owner: int, txn: int) -> Stranded:
@@ -466,7 +541,13 @@ class NodeCore:
         swept = self.store.sweep()
         if self.give_due(now) and now - self._nobody_took_at > _GIVING_S and self.store.used_bytes < self._brim_bytes:
             return swept  # it will be given away: nothing needs to be lost
-        return swept + self.store.evict_to_low(_EVICT_SLICE)
+        written_first = self.keeping is not None and self.keeping.able and self.store.used_bytes < self._brim_bytes
+        return swept + self.store.evict_to_low(_EVICT_SLICE, kept_only=written_first)
+
+    def keep(self, after_loads: int) -> Keeping:
+        """There is a cold tier from here on. To be called once, before anything else."""
+        self.keeping = Keeping(self.store, after_loads)
+        return self.keeping
 
     def give_due(self, now: float) -> bool:
         """Should `give` run?"""
@@ -482,7 +563,7 @@ class NodeCore:
             self._nobody_took_at = now
         return gone
 
-    def check_replicas(self, now: float) -> Steps[int]:
+    def check_replicas(self, now: float) -> Generator[AskMasters, Told | None, int]:
         """Every few seconds: replicas that nobody else holds any more become own pages. Returns how many."""
         if not self.masters or now < self._replicas_at:
             return 0
@@ -536,6 +617,7 @@ class NodeCore:
             "had": stats.had,
             "evicted": stats.evicted,
             "evicted_bytes": stats.evicted_bytes,
+            "evicted_unkept": stats.evicted_unkept,
             "refused": stats.refused,
             "discarded": stats.discarded,
             "abandoned": stats.abandoned,
@@ -556,6 +638,7 @@ class NodeCore:
             "replicated": self.replicated,
             "lookups_recalled": self.recalled,
             "replicas_kept": counts.replicas_kept,
+            "promoted": self.promoted,
         }
         return report | {f"client miss: {reason}": count for reason, count in sorted(self.missed.items())}
 

@@ -18,6 +18,8 @@ import msgspec
 import xxhash
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.cold.index import Place
+from hicache_mooncake.cold.tier import ColdTier
 from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.node.core import NodeCore, Served, Taking
 from hicache_mooncake.node.links import Links
@@ -57,6 +59,7 @@ class Holder(Protocol):
     segment: Mapping
     links: Links
     rooms: Rooms
+    cold: ColdTier | None
     data_key: bytes
     """What proves membership; empty: nothing does."""
     tls: Tls | None
@@ -215,11 +218,15 @@ class DataServer:
             self._sending += 1
         sent, linked = 0, False
         try:
-            reply = self._send_over_link(fetch, served) if fetch.link else served.reply
+            cold = self._in_cold(fetch, served.reply)
+            reply = self._send_over_link(fetch, served) if fetch.link and not cold else served.reply
             linked = reply.linked
             segment = node.segment.view
             bodies = [] if linked else [segment[at : at + fetch.length] for at in served.offsets]
-            tcp.send_bodies(sock, [memoryview(tcp.frame(reply)), *bodies], deadline)  # the reader is woken once for all
+            if cold:
+                self._send_with_cold(sock, fetch, reply, bodies, cold, deadline)
+            else:
+                tcp.send_bodies(sock, [memoryview(tcp.frame(reply)), *bodies], deadline)  # the reader is woken once for all
             sent = len(served.offsets)
         finally:
             with node.lock:
@@ -231,6 +238,48 @@ class DataServer:
         with self._lock:
             self.sent_pages += sent
             self.sent_bytes += sent * fetch.length
+
+    def _in_cold(self, fetch: p.Fetch, reply: p.FetchReply) -> dict[int, Place]:
+        """Where in the cold tier those are that are not in DRAM."""
+        cold = self._node.cold
+        missing = [i for i, status in enumerate(reply.status) if status == p.MISS]
+        if cold is None or not missing:
+            return {}
+        places = cold.locate(fetch.namespace, p.split(p.select_hashes(fetch.hashes, missing)), fetch.length)
+        return {i: place for i, place in zip(missing, places, strict=True) if place is not None}
+
+    def _send_with_cold(
+        self,
+        sock: DataSocket,
+        fetch: p.Fetch,
+        reply: p.FetchReply,
+        bodies: Sequence[memoryview],
+        cold: dict[int, Place],
+        deadline: float,
+    ) -> None:
+        """The answer, and the bodies in the order of their keys, from DRAM and from the disk. For one that cannot be read after
+        all zeros go out: the reader sees by its checksum that it did not come."""
+        status, checksum = bytearray(reply.status), list(reply.checksum)
+        for i, place in cold.items():
+            status[i], checksum[i] = p.LOCAL, place.checksum
+        column = bytes(i in cold for i in range(len(status)))
+        reply = msgspec.structs.replace(reply, status=bytes(status), checksum=checksum, cold=column)
+        queue = [memoryview(tcp.frame(reply))]
+        here = iter(bodies)
+        assert self._node.cold is not None
+        wanted = [(fetch.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES], place) for i, place in cold.items()]
+        with contextlib.closing(self._node.cold.read(fetch.namespace, wanted, deadline)) as reading:
+            for i, each in enumerate(status):
+                if i in cold:
+                    body = next(reading)
+                    tcp.send_bodies(sock, [*queue, memoryview(bytes(fetch.length)) if body is None else body], deadline)
+                    queue = []
+                elif each == p.LOCAL:
+                    queue.append(next(here))
+        tcp.send_bodies(sock, queue, deadline)
+        with self._lock:
+            self.sent_pages += len(cold)
+            self.sent_bytes += len(cold) * fetch.length
 
     def _send_over_link(self, fetch: p.Fetch, served: Served) -> p.FetchReply:
         """Write what is here straight into the reader's segment, if that can be: the answer says so."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings
 from hicache_mooncake.node.asking import AskMasters, Told
-from hicache_mooncake.node.core import NodeCore, Steps
+from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.node.links import Links
 from hicache_mooncake.node.sending import Sent
 from hicache_mooncake.node.spill import Give, Given, GiveSteps
@@ -130,7 +130,7 @@ class Giver:
             if not self._drive(node.core.give(owner, now)):
                 break
 
-    def _drive(self, steps: GiveSteps | Steps[int]) -> int:
+    def _drive(self, steps: GiveSteps | Generator[AskMasters, Told | None, int]) -> int:
         node = self._node
         answer: Told | Given | None = None
         self._batch_until = time.monotonic() + _BATCH_S

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hicache_mooncake.node.allocator import blocks_of
 from hicache_mooncake.node.heat import Heat
@@ -16,7 +16,7 @@ from hicache_mooncake.node.store import REPLICA, Entry, LogicalPage, Store
 
 BATCH_BYTES = 32 << 20
 BATCH_PAGES = 512
-_AHEAD_SHARE = 16
+_AHEAD_SHARE = 8
 """This part of the segment, the one that goes first, is to be on the disk."""
 _AHEAD_PAGES = 4096
 """As many as are looked at under the node's lock."""
@@ -57,8 +57,8 @@ class Keeping:
         capacity = store.allocator.capacity
         self._ahead_bytes = capacity // _AHEAD_SHARE
         self._batch_bytes = min(BATCH_BYTES, capacity // _BATCH_SHARE)
-        self.behind = False
-        """There was something to write when it was looked last."""
+        self.able = False
+        """The tier takes pages: none needs to be evicted that is not there yet."""
 
     def loaded(self, namespace: bytes, hashes: Iterable[bytes], now: float) -> None:
         """These were loaded from DRAM."""
@@ -71,7 +71,7 @@ class Keeping:
 
     def next(self, owner: int, now: float) -> Batch | None:
         """What is to be written now, or None."""
-        pages = self._taken(self._wanted.popleft() for _ in range(len(self._wanted)))
+        pages = self._taken(_popped(self._wanted))
         if not pages and self._store.used_bytes > self._store.low_bytes - self._ahead_bytes:
             pages = self._taken(self._going())
         return self._pinned(owner, pages, now)
@@ -80,8 +80,7 @@ class Keeping:
         """The same for a node that ends: all that is not kept yet, what was used last first. None: that was all."""
         if self._to_save is None:
             self._to_save = deque(self._store.hottest(MAX_SAVED))
-        left = self._to_save
-        return self._pinned(owner, self._taken(left.popleft() for _ in range(len(left))), now)
+        return self._pinned(owner, self._taken(_popped(self._to_save)), now)
 
     def done(self, owner: int, batch: Batch, found: Sequence[bool]) -> int:
         """Which of the batch's parts can be found in the tier now. Returns how many pages are kept."""
@@ -128,11 +127,17 @@ class Keeping:
         return taken
 
     def _pinned(self, owner: int, pages: list[LogicalPage], now: float) -> Batch | None:
-        self.behind = bool(pages)
         if not pages:
             return None
         whole = [(page, tuple(page.parts)) for page in pages if all(map(self._store.holds, page.parts))]
         return Batch(self._store.pin_pages(owner, [page for page, _ in whole], now), whole)
+
+
+def _popped(pages: deque[LogicalPage]) -> Iterator[LogicalPage]:
+    """From the left. The one at which whoever takes them stops is still there."""
+    while pages:
+        yield pages[0]
+        pages.popleft()
 
 
 def _size(page: LogicalPage) -> int:

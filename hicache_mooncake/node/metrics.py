@@ -23,6 +23,13 @@ _GAUGES = {
     "links": "Links to other nodes that stand.",
     "links_making": "Links being made.",
     "landing_bytes": "Bytes of the segment that pages are coming to over links.",
+    "cold_pages": "Pages in the cold tier.",
+    "cold_used_bytes": "Bytes of the cold tier's file that were written, with what is no longer found there.",
+    "cold_capacity_bytes": "Bytes that the cold tier's file may have.",
+    "cold_index_bytes": "Bytes of the cold tier's index.",
+    "cold_direct": "1 where the cold tier's file is read and written past the page cache.",
+    "cold_stuck_reads": "Reads from the cold tier that nobody waits for any more.",
+    "cold_write_amplification": "Bytes written to the cold tier for each byte that came to it.",
     "quarantined_bytes": "Bytes not used again before a link has been ended that may write there, or before the next start.",
     "link_ends_hanging": "Links whose end does not return: a driver may hang.",
     "uptime_s": "Seconds since start.",
@@ -40,6 +47,7 @@ _COUNTERS = {
     "had": "Stores of objects that were here already: nothing copied.",
     "evicted": "Objects evicted.",
     "evicted_bytes": "Bytes evicted.",
+    "evicted_unkept": "Objects evicted that were not in the cold tier: the disk was behind, or failed.",
     "refused": "Stores refused for want of room: everything is pinned, or the object is larger than the segment.",
     "discarded": "Objects dropped because their bytes failed the checksum.",
     "abandoned": "Objects whose writer died or gave up before the commit.",
@@ -59,6 +67,17 @@ _COUNTERS = {
     "replicated": "Objects of other nodes kept here, since this host's engines fetched them again and again or share them.",
     "lookups_recalled": "Questions of loads that no master was asked, since a lookup had just learned the answer.",
     "replicas_kept": "Replicas that became the node's own pages, since no other node had them any more.",
+    "promoted": "Objects brought back into DRAM from the cold tier.",
+    "cold_written": "Objects written to the cold tier.",
+    "cold_written_bytes": "Bytes of the objects written to the cold tier.",
+    "cold_kept": "Objects written once more, since they are asked for again and again and their segment was emptied.",
+    "cold_kept_bytes": "Bytes of the objects written once more.",
+    "cold_emptied": "Segments of the cold tier emptied to make room.",
+    "cold_evicted": "Objects that left the cold tier with their segment.",
+    "cold_damaged": "Objects whose bytes in the cold tier failed the checksum.",
+    "cold_unreadable": "Objects that could not be read from the cold tier in time, or at all.",
+    "cold_not_written": "Objects that the cold tier did not take: its disk failed or is full.",
+    "cold_errors": "Calls that failed at the disk or the index of the cold tier.",
     "connections_refused": "Connections refused: protocol version or too many.",
     "remote_sent_pages": "Pages sent to other hosts by tcp.",
     "remote_sent_bytes": "Bytes of pages sent to other hosts by tcp.",
@@ -83,9 +102,11 @@ class NodeMetrics(Collector):  # type: ignore[misc]
     def collect(self) -> Iterable[Metric]:
         report = self._report()
         for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"hicache_node_{name}", text, value=float(report[name]))
+            if name in report:  # not of a cold tier that there is not
+                yield GaugeMetricFamily(f"hicache_node_{name}", text, value=float(report[name]))
         for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"hicache_node_{name}", text, value=float(report[name]))
+            if name in report:
+                yield CounterMetricFamily(f"hicache_node_{name}", text, value=float(report[name]))
         missed = CounterMetricFamily(
             "hicache_node_client_misses", "Pages that ranks of this host did not get or store.", labels=["reason"]
         )

@@ -28,7 +28,7 @@ _SEND_TIMEOUT_S = 5.0
 class Serving(Protocol):
     """What ranks and movers are served with: a node."""
 
-    def welcome(self, version: int, role: str) -> tuple[p.Welcome, list[int]]:
+    def welcome(self, version: int, role: str, *, cold: bool) -> tuple[p.Welcome, list[int]]:
         """The answer to a Hello, and the descriptors that go with it."""
 
     def handle(self, owner: int, message: p.Message) -> p.Message | None: ...
@@ -155,7 +155,7 @@ class RankServer:
                     self.refused += 1
                 wire.send(p.Refused(reason), deadline=time.monotonic() + _SEND_TIMEOUT_S)
                 return
-            welcome, fds = self._node.welcome(version, hello.role)
+            welcome, fds = self._node.welcome(version, hello.role, cold=hello.cold)
             wire.send(welcome, fds, time.monotonic() + _SEND_TIMEOUT_S)
             while True:
                 message = wire.receive(_from_client)

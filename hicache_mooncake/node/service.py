@@ -19,13 +19,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar, cast
 
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
+from hicache_mooncake.cold.pages_file import ColdError
+from hicache_mooncake.cold.tier import ColdTier
 from hicache_mooncake.config import Settings, join_address
 from hicache_mooncake.ending import Ending
-from hicache_mooncake.node.asking import AskMasters, Told
+from hicache_mooncake.node.asking import AskCold, AskMasters, ColdPlace, LocateCold, Told
+from hicache_mooncake.node.cold_writer import ColdWriter
 from hicache_mooncake.node.core import LOOKUP_TIMEOUT_S, NodeCore, Report, Steps
 from hicache_mooncake.node.data_server import DataServer
 from hicache_mooncake.node.drain import drain
@@ -115,6 +119,8 @@ class Node:
         self.links.looked = self.rooms.expire
         self.links.ended_late = self.rooms.free
         self.giver = Giver(self)
+        self.cold: ColdTier | None = None
+        self.cold_writer: ColdWriter | None = None
         self.started_at = time.monotonic()
         self._joined_at = self.started_at
         """When a master was last known to answer."""
@@ -139,6 +145,7 @@ class Node:
         self._cleanup.callback(self.ranks.close)
         self.ranks.bind()
         self.segment_fd, self.segment = self._make_segment()
+        self._open_cold()
         try:
             tcp = listen(self.settings.listen)
         except OSError as error:
@@ -158,6 +165,7 @@ class Node:
             self,
             self._clear_from_master,
             log=log,
+            cold=self.cold,
             key=key,
             allow_unauthenticated=self.settings.allow_unauthenticated,
         )
@@ -178,6 +186,9 @@ class Node:
         self.link.start()
         self.giver.start()
         self._cleanup.callback(self.giver.stop)
+        if self.cold_writer is not None:
+            self.cold_writer.start()
+            self._cleanup.callback(self.cold_writer.stop)
         self._thread(self._housekeeping, "housekeeping")
         self.ranks.start()
         self.segment.populate_in_background()
@@ -196,6 +207,15 @@ class Node:
     def drain(self, interrupted: Callable[[], bool]) -> None:
         """Before `stop`: let others have what is hot here, and who reads come to an end. Takes `drain_s` and 1.5 s at most."""
         drain(self, self.settings.drain_s, interrupted)
+
+    def save(self, interrupted: Callable[[], bool]) -> None:
+        """Before `stop`, if it is wanted: write what is in DRAM to the cold tier."""
+        if self.cold_writer is None or not self.settings.save_on_exit:
+            return
+        started = time.monotonic()
+        self.cold_writer.stop()
+        pages, size = self.cold_writer.save(interrupted)
+        log.info("node %s saved %d pages (%.1f GB) in %.1f s", self.name, pages, size / 1e9, time.monotonic() - started)
 
     def stop(self) -> None:
         if self._stopping.is_set():
@@ -230,6 +250,20 @@ class Node:
         except TlsError as error:
             raise NodeError(str(error)) from error
 
+    def _open_cold(self) -> None:
+        settings = self.settings
+        if not settings.cold:
+            return
+        try:
+            self.cold = ColdTier(Path(settings.cold), settings.cold_bytes, floor_bytes=settings.cold_floor)
+        except ColdError as error:
+            raise NodeError(str(error)) from error
+        self._cleanup.callback(self.cold.close)
+        keeping = self.core.keep(settings.cold_after_loads)
+        self.cold_writer = ColdWriter(self, self.cold, keeping)
+        how = "past the page cache" if self.cold.direct else "through the page cache, since this file system has no direct I/O"
+        log.info("cold tier %s: %d pages found, %d bytes at most, %s", settings.cold, self.cold.pages, settings.cold_bytes, how)
+
     def _make_segment(self) -> tuple[int, Mapping]:
         length = self.store.allocator.capacity
         if self.settings.hugepages:
@@ -261,13 +295,17 @@ class Node:
     def new_owner(self) -> int:
         return next(self._owners)
 
-    def welcome(self, version: int, role: str) -> tuple[p.Welcome, list[int]]:
+    def welcome(self, version: int, role: str, *, cold: bool) -> tuple[p.Welcome, list[int]]:
         moves = role in ("load", "store")
         data_key = self.data_key if moves else b""
         answer = p.Welcome(version, self.name, self.incarnation, self.segment.length, data_key)
         if moves and self.tls is not None:
             answer.tls_cert, answer.tls_key, answer.tls_ca = self.tls.cert, self.tls.key, self.tls.ca
-        return answer, [self.segment_fd] if moves else []
+        fds = [self.segment_fd] if moves else []
+        if cold and role == "load" and self.cold is not None:
+            answer.cold = 2 if self.cold.direct else 1
+            fds.append(self.cold.read_fd)
+        return answer, fds
 
     def gone(self, owner: int) -> None:
         self.rooms.settle_owner(owner)
@@ -300,10 +338,14 @@ class Node:
             case p.Commit():
                 with self.lock:
                     self._unclaimed.notify_all()
-            case p.Release() if message.peer_down:
-                with self.lock:
-                    failed = self.core.take_peers_down()
-                self.link.report(failed)
+            case p.Release():
+                if self.cold_writer is not None:
+                    for page_hash, offset in message.bad_cold:
+                        self.cold_writer.doubt(message.namespace, page_hash, offset)
+                if message.peer_down:
+                    with self.lock:
+                        failed = self.core.take_peers_down()
+                    self.link.report(failed)
         return answer
 
     def answered(self, message: p.Message) -> None:
@@ -312,13 +354,12 @@ class Node:
             self.link.notify()
 
     def _drive(self, steps: Steps[_T]) -> _T:
-        """Run the steps under the lock, and ask the masters without it."""
-        told: Told | None = None
+        """Run the steps under the lock, and ask the masters and the disk without it."""
         try:
             with self.lock:
                 ask = next(steps)
             while True:
-                told = self.ask(ask)
+                told = self.ask(ask) if isinstance(ask, AskMasters) else self._ask_cold(ask)
                 with self.lock:
                     ask = steps.send(told)
         except StopIteration as end:
@@ -326,6 +367,20 @@ class Node:
 
     def ask(self, ask: AskMasters) -> Told | None:
         return self.link.lookup(ask.questions, ask.timeout_s)
+
+    def _ask_cold(self, ask: AskCold | LocateCold) -> list[bytes] | list[ColdPlace | None]:
+        cold = self.cold
+        if isinstance(ask, AskCold):
+            return [b"" if cold is None else cold.present(namespace, p.split(hashes)) for namespace, hashes in ask.questions]
+        if cold is None:
+            return []
+        hashes = p.split(ask.hashes)
+        places = cold.locate(ask.namespace, hashes, ask.length)
+        often = cold.often(ask.namespace, hashes)
+        return [
+            None if place is None else ColdPlace(place.offset, place.checksum, again)
+            for place, again in zip(places, often, strict=True)
+        ]
 
     def room(self) -> Sequence[p.Room]:
         return self.link.room()
@@ -342,6 +397,8 @@ class Node:
     def clear(self, namespace: bytes, *, everywhere: bool) -> int:
         with self.lock:
             dropped = self.core.clear(namespace, time.monotonic())
+        if self.cold is not None:
+            self.cold.clear(namespace)
         if everywhere:
             self.link.clear_namespace(namespace)
         self.link.notify()
@@ -363,6 +420,8 @@ class Node:
     def _clear_from_master(self, namespace: bytes) -> None:
         with self._within(_BRIEFLY_S):
             dropped = self.core.clear(namespace, time.monotonic())
+        if self.cold is not None:
+            self.cold.clear(namespace)
         self.link.notify()
         log.info("cleared %d objects of namespace %s, as another node asked", dropped, namespace.hex())
 
@@ -461,6 +520,8 @@ class Node:
         report.update(self.data.report())
         report.update(self.rooms.report())
         report.update(self.links.report())
+        if self.cold is not None:
+            report.update(self.cold.report())
         return report
 
 
@@ -491,6 +552,7 @@ def run_node(settings: Settings, *, embedded: bool = False, idle_exit_s: float |
     if ending.by is not None:
         log.info("node %s ends on %s; another one ends it at once", settings.name, ending.by.name)
     node.drain(lambda: ending.times > signals)
+    node.save(lambda: ending.times > signals)
     stacks.stop()
     node.stop()
     return 0

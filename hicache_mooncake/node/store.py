@@ -626,18 +626,19 @@ class Store:
             swept += len(pages)
         return swept
 
-    def evict_to_low(self, limit: int = 256) -> int:
-        """Background eviction above the high watermark, at most `limit` objects a call. Returns how many went."""
+    def evict_to_low(self, limit: int = 256, *, kept_only: bool = False) -> int:
+        """Background eviction above the high watermark, at most `limit` objects a call. Returns how many went. `kept_only`:
+        up to the first page that is not in the cold tier yet."""
         if self.allocator.used <= self.high_bytes and not self._evicting:
             return 0
         self._evicting = self.allocator.used > self.low_bytes
         gone = 0
         while gone < limit and (above := self.allocator.used - self.low_bytes) > 0:
-            went = self._evict_first(limit - gone, above)
+            went = self._evict_first(limit - gone, above, kept_only=kept_only)
             if not went:
                 break
             gone += went
-        if gone == 0 or self.allocator.used <= self.low_bytes:
+        if (gone == 0 and not kept_only) or self.allocator.used <= self.low_bytes:
             self._evicting = False
         return gone
 
@@ -836,9 +837,10 @@ class Store:
             count -= wide // size
             self._evict([(page, part) for page in dict.fromkeys(pages) for part in page.parts])
 
-    def _evict_first(self, limit: int, needed: int = 1) -> int:
+    def _evict_first(self, limit: int, needed: int = 1, *, kept_only: bool = False) -> int:
         """Forget pages that go first of those that nobody reads or writes, at most `limit` and no more than it takes for
-        `needed` bytes. Returns how many went: fewer than that maybe, but 0 only where none may go."""
+        `needed` bytes. Returns how many went: fewer than that maybe, but 0 only where none may go. `kept_only`: as in
+        `evict_to_low`."""
         for rank in _EVICTED:
             victims = self._policies[rank].victims(limit)
             if not victims:
@@ -846,6 +848,8 @@ class Store:
             went = 0
             parts: list[tuple[LogicalPage, Entry]] = []
             for page in victims:
+                if kept_only and not page.kept and rank != REPLICA:
+                    break
                 went += 1
                 for part in page.parts:
                     parts.append((page, part))
