@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import threading
 import time
@@ -9,9 +11,9 @@ import time
 import pytest
 
 from hicache_mooncake.testing.fake_verbs import FakeCard, FakeFabric
-from hicache_mooncake.transfer.transport import Op, Piece, TransportError
+from hicache_mooncake.transfer.transport import Op, Piece, TransportError, TransportOptions
 from hicache_mooncake.transfer.verbs.link import VerbsLink
-from tests.test_verbs_transport import LONG, SIZE, End, Pair, until
+from tests.test_verbs_transport import LONG, SIZE, End, Pair, connected, until
 
 SLOTS = 8
 SLOT = SIZE // 4 // SLOTS
@@ -146,3 +148,46 @@ def test_bytes_are_right_whatever_devices_do(seed: int) -> None:
             assert pair.same()
         pair.close()
         assert not fabric.qps
+
+
+def test_links_that_fail_in_whatever_way_leave_nothing_behind() -> None:
+    """Descriptors, threads, queue pairs: of a hundred as of one."""
+    rng = random.Random(7)
+    with FakeFabric() as fabric:
+        names = ("mlx5_0", "mlx5_1")
+        ends = [End(fabric.host(name, names), TransportOptions(), seed) for seed, name in enumerate(("left", "right"), 1)]
+        cards = [card for end in ends for card in end.host.cards.values()]
+
+        def try_one(number: int) -> None:
+            for card in cards:
+                if number and rng.random() < 0.7:
+                    trouble(card, rng)
+                    card.lose_completions(0)  # costs seconds each time, and nothing else
+            try:
+                link, other = connected(ends[0].transport, ends[1].transport)
+            except (TransportError, AssertionError):
+                pass  # of either side
+            else:
+                link.learn(ends[1].memory.address, SIZE, ends[1].token)
+                piece = Piece(ends[0].memory.address, ends[1].memory.address, SLOT)
+                with contextlib.suppress(TransportError):
+                    link.submit("write", [piece], time.monotonic() + rng.uniform(0.0, 0.02)).wait()
+                link.close()
+                other.close()
+            for card in cards:
+                heal(card)
+
+        def left() -> tuple[int, int]:
+            until(lambda: not fabric.qps and not any(end.transport._links for end in ends))
+            return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+        try_one(0)
+        for number in range(1, 20):
+            try_one(number)
+        before = left()
+        for number in range(100):
+            try_one(number + 20)
+        until(lambda: left() <= before)
+        for end in ends:
+            end.transport.close()
+            assert end.host.pinned == 0
