@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.client.batch import Batch
+from hicache_mooncake.client.batch import Batch, Layouts
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.config import Settings
@@ -440,6 +440,26 @@ def test_runs_that_cannot_be_are_refused(what: str) -> None:
 
 def test_a_run_that_can_be_is_taken() -> None:
     assert Batch(job(p.Run(0, 0, 1024, [(4, 256)]))).layout.extents == [1024]
+
+
+def test_a_layout_is_worked_out_once_for_batches_of_the_same_runs() -> None:
+    layouts = Layouts()
+
+    def layout(run: p.Run) -> BodyLayout:
+        message = p.decoder(p.ToMover).decode(p.encode(job(run)))
+        assert isinstance(message, p.Transfer)
+        return Batch(message, layouts).layout
+
+    strided, plain = p.Run(0, 0, 1024, [(4, 512)]), p.Run(0, 0, 1024, [])
+    first = layout(strided)
+    assert layout(plain).extents != first.extents == layout(strided).extents
+    assert layout(strided) is first
+    for _ in range(2):
+        with pytest.raises(p.ProtocolError):
+            layout(REFUSED["no bytes"])
+    for address in range(1000):
+        layout(p.Run(address, 0, 1024, []))
+    assert layout(strided) is not first, "a few"
 
 
 @pytest.mark.parametrize("dims", [[(1, 1)] * 3, [(4096, 300)], [(1000, 7), (130, 9000)]])

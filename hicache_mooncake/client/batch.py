@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
 from collections.abc import Sequence
 
 from hicache_mooncake import protocol as p
@@ -13,6 +14,7 @@ from hicache_mooncake.transfer.memory import BodyLayout, Group
 
 _MAX_BODY_BYTES = 4 << 30
 _MAX_DIMS = 8
+_MAX_LAYOUTS = 16
 
 
 class Landing:
@@ -26,18 +28,35 @@ class Landing:
         self.checksums: dict[int, int] = {}
 
 
+class Layouts:
+    """Of the last batches: an engine's pools are few, and one of many layers takes a millisecond to work out."""
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[list[p.Run], BodyLayout]] = deque(maxlen=_MAX_LAYOUTS)
+
+    def of(self, runs: list[p.Run]) -> BodyLayout:
+        """Raises ProtocolError for runs that cannot be."""
+        for known, layout in self._known:
+            if known == runs:
+                return layout
+        for run in runs:
+            _check_run(run)
+        body_bytes = sum(run.length for run in runs)
+        if not 0 < body_bytes <= _MAX_BODY_BYTES:
+            raise p.ProtocolError(f"page bodies of {body_bytes} bytes")
+        layout = BodyLayout(runs)
+        self._known.append((runs, layout))
+        return layout
+
+
 class Batch:
     """Geometry of one Transfer: the run addresses of page i. Raises ProtocolError for one that cannot be."""
 
-    def __init__(self, job: p.Transfer) -> None:
+    def __init__(self, job: p.Transfer, layouts: Layouts | None = None) -> None:
         self.job = job
         self.count = p.count_hashes(job.hashes)
-        for run in job.runs:
-            _check_run(run)
-        self.body_bytes = sum(run.length for run in job.runs)
-        if not 0 < self.body_bytes <= _MAX_BODY_BYTES:
-            raise p.ProtocolError(f"page bodies of {self.body_bytes} bytes")
-        self.layout = BodyLayout(job.runs)
+        self.layout = (layouts or Layouts()).of(job.runs)
+        self.body_bytes = self.layout.length
         self._places = [(run.address, run.stride) for run in job.runs]
         self._seeds = checksum_seeds(job.namespace, job.hashes)
         self._pages = array("q", job.pages)

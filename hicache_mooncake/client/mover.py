@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hicache_mooncake import protocol as p
-from hicache_mooncake.client.batch import Batch, Landing
+from hicache_mooncake.client.batch import Batch, Landing, Layouts
 from hicache_mooncake.client.cold_reads import ColdReads
 from hicache_mooncake.client.copies import Copies
 from hicache_mooncake.client.fetch import RemoteReads
@@ -95,6 +95,7 @@ class Mover:
         self._link = link
         self._peers = Peers()
         self._lanes = Lanes(lanes)
+        self._layouts = Layouts()
         self._siblings = Siblings(client)
         self._copies = Copies(copy_threads)
         self._unsettled: list[p.Message] = []
@@ -146,7 +147,7 @@ class Mover:
 
     def run(self, job: p.Transfer) -> p.Transferred:
         deadline = time.monotonic() + job.budget_s
-        batch = Batch(job)
+        batch = Batch(job, self._layouts)
         ok = bytearray(batch.count)
         reasons: Counter[str] = Counter()
         try:

@@ -60,7 +60,7 @@ class Part(NamedTuple):
 
 
 class BodyLayout:
-    """How a page body lies in engine memory, worked out once a batch. The runs must have been checked: counts and steps above
+    """How a page body lies in engine memory, for many pages alike. The runs must have been checked: counts and steps above
     0, lengths that are a multiple of the product of the counts.
 
     `length` is the body's, `extents` says for each run how far its last byte is from its address, and `parts` cover the body in
