@@ -111,6 +111,21 @@ def test_what_was_on_its_way_when_its_namespace_was_cleared_does_not_come_back(t
     assert tier.write(bodies, tier.clears) == [True] * 3
 
 
+def test_a_clear_that_does_not_wait_for_the_disk_holds_at_once(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    pages = hashes(3)
+    store(tier, pages, 4096)
+    tier._lock.acquire()  # a disk that hangs
+    tier.clear(NS, wait=False)
+    assert tier.present(NS, pages) == bytes(3)
+    tier._lock.release()
+    tier.sweep()
+    tier.close()
+    tier = opened(tmp_path)
+    assert tier.present(NS, pages) == bytes(3)
+    tier.close()
+
+
 def test_what_is_here_already_is_known_by_its_checksum(tier: ColdTier) -> None:
     first, other = hashes(2)
     store(tier, [first], 4096)

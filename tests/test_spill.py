@@ -209,6 +209,21 @@ def finish(cluster: Cluster, name: str, steps: GiveSteps, answer: Told | Given |
             answer = cluster.push(name, wanted) if isinstance(wanted, Give) else cluster.tell(name, wanted)
 
 
+def test_what_others_have_on_a_disk_is_given_away_all_the_same() -> None:
+    cluster = Cluster()
+    for name in "abc":
+        cluster.add(name, 100 * PAGE)
+    pages = sorted(names(93), key=lambda page: precedence("c", page) < precedence("a", page))
+    cluster.write("c", pages[:2])
+    for page in pages:
+        cluster.write("a", [page])
+    steps, told = begun(cluster, "a")
+    told.answers = [p.Answer(each.holder, each.peers, each.others, bytes([p.COLD] * len(each.peers))) for each in told.answers]
+    finish(cluster, "a", steps, told)
+    report = cluster.members["a"].core.report(0)
+    assert (report["spilled"], report["spill_duplicates"]) == (3, 0)
+
+
 def test_two_nodes_that_spill_the_same_pages_at_once_do_not_both_drop_them() -> None:
     """Each is told that the other one has them."""
     cluster = Cluster()

@@ -51,6 +51,8 @@ _NEIGHBOURS_S = 30.0
 """How often a mover without work looks whether it still needs them: what they hold stays while it is connected."""
 _WAIT_SHARE = 0.5
 """Of the time that is left: how long a rank waits for another that fetches the same pages, before it fetches them itself."""
+_COLD_SHARE = 0.75
+"""Of the time that is left: how long pages of the cold tier may take where others are still to come from other nodes."""
 _RECALLED_SHARE = 0.5
 """Of the time that is left: how long pages may take to come from where a lookup found them, before masters are asked."""
 _RECALL_LEAST_S = 0.5
@@ -323,7 +325,9 @@ class Mover:
                             plan.add(i, holders[i] if came is not None else holders[i][1:] + holders[i][:1])
             if cold.pages:
                 stays = self._link.segment is segment  # else the room went back with the connection
-                cold.load(self._link.cold, self.memory, batch, segment if stays else None, ok, deadline, reads.poke)
+                now = time.monotonic()
+                until = deadline if plan.done else now + (deadline - now) * _COLD_SHARE
+                cold.load(self._link.cold, self.memory, batch, segment if stays else None, ok, until, reads.poke)
                 release.bad_cold = cold.bad
             if plan.done and not plan.doubtful and not cold.failed and not bad:
                 self._unsettled.append(release)

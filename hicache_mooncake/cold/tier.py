@@ -442,8 +442,9 @@ class ColdTier:
 
     # ------------------------------------------------------------------ namespaces and housekeeping
 
-    def clear(self, namespace: bytes) -> None:
-        """Nothing of it is found from here on, after a restart neither. The masters are told bit by bit, by `sweep`."""
+    def clear(self, namespace: bytes, *, wait: bool = True) -> None:
+        """Nothing of it is found from here on, after a restart neither: by when this returns, or, without `wait`, by the next
+        `sweep`. The masters are told bit by bit, by `sweep`."""
         with self._noting:
             self.clears += 1
             self._cleared.pop(namespace, None)
@@ -451,8 +452,9 @@ class ColdTier:
             if len(self._cleared) > _MAX_CLEARED:
                 self._cleared.popitem(last=False)
             self._index.forget(namespace)
-        with self._lock, self._guarded("clearing a namespace"):
-            self._index.save_cleared()
+        if wait:
+            with self._lock, self._guarded("clearing a namespace"):
+                self._index.save_cleared()
 
     def namespaces(self) -> list[bytes]:
         return self._index.namespaces()

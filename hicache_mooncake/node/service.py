@@ -421,7 +421,7 @@ class Node:
         with self._within(_BRIEFLY_S):
             dropped = self.core.clear(namespace, time.monotonic())
         if self.cold is not None:
-            self.cold.clear(namespace)
+            self.cold.clear(namespace, wait=False)  # heartbeats wait for no disk
         self.link.notify()
         log.info("cleared %d objects of namespace %s, as another node asked", dropped, namespace.hex())
 

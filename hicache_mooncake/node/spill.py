@@ -147,8 +147,8 @@ class Spill:
     ) -> Generator[AskMasters, Told | None, set[bytes] | None]:
         """Hashes of those pages all of whose parts other nodes have. None: the masters did not say.
 
-        With `for_good` only holders count that come before this node in the page's own order of nodes: two that drop a page at
-        the same time, each since the other has it, would be the end of it."""
+        Holders on a disk do not count. With `for_good` only those do that come before this node in the page's own order of
+        nodes: two that drop a page at the same time, each since the other has it, would be the end of it."""
         if not pages:
             return set()
         by_namespace: dict[bytes, list[bytes]] = {}
@@ -165,8 +165,9 @@ class Spill:
                 return None
             for (_, hashes), answer in zip(some, told.answers, strict=True):
                 others = answer.others or bytes(len(hashes))
+                tiers = answer.tiers or bytes(len(answer.peers))
                 for each, *holders in zip(hashes, answer.holder, others, strict=True):
-                    named = [answer.peers[holder - 1].node for holder in holders if holder]
+                    named = [answer.peers[at - 1].node for at in holders if at and tiers[at - 1] == p.DRAM]
                     if for_good:
                         own = precedence(self.name, each)
                         named = [node for node in named if precedence(node, each) > own]
