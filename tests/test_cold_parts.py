@@ -57,8 +57,8 @@ def test_no_two_bodies_ever_lie_on_one_another(count: int, steps: list[int | str
         assert all(start >= 0 and end <= count * _SEGMENT for start, end in ranges)
         for filling, bodies in lying.items():
             for at, size in bodies.items():
-                assert layout.filling(at) == filling
-                assert layout.holds(at, size)
+                assert layout.holds(at, size, filling)
+                assert not layout.holds(at, size, filling + 1)
     assert fillings == sorted(fillings), "one number is never given twice"
 
 
@@ -88,10 +88,11 @@ def test_what_does_not_fit_is_refused() -> None:
     layout.append(_SEGMENT - BLOCK)
     with pytest.raises(ValueError, match="no room"):
         layout.append(BLOCK + 1)
-    assert not layout.holds(0, _SEGMENT)
-    assert not layout.holds(1, 1)
-    assert not layout.holds(1 << 40, 1)
-    assert layout.filling(1 << 40) == 0
+    assert layout.holds(0, _SEGMENT - BLOCK, 1)
+    assert not layout.holds(0, _SEGMENT, 1)
+    assert not layout.holds(1, 1, 1)
+    assert not layout.holds(0, 0, 1)
+    assert not layout.holds(1 << 40, 1, 1)
 
 
 # --------------------------------------------------------------------------- Asked

@@ -137,17 +137,14 @@ class Layout:
         self._free[:0] = self._lost
         self._lost.clear()
 
-    def holds(self, offset: int, length: int) -> bool:
-        """Can a body lie there? Not across segments, nor past what was written."""
-        segment = self._filled.get(offset // self.segment_bytes)
+    def holds(self, offset: int, length: int, filling: int) -> bool:
+        """Can a body of this filling lie there? Not across segments, nor past what was written."""
+        number, at = divmod(offset, self.segment_bytes)
+        segment = self._filled.get(number)
         return (
             segment is not None
-            and offset % BLOCK == 0
+            and segment.filling == filling
             and length > 0
-            and offset % self.segment_bytes + blocks(length) <= segment.used
+            and at + length <= segment.used
+            and at % BLOCK == 0
         )
-
-    def filling(self, offset: int) -> int:
-        """Of the segment at this offset; 0 for one that is empty."""
-        segment = self._filled.get(offset // self.segment_bytes)
-        return 0 if segment is None else segment.filling

@@ -253,16 +253,13 @@ class ColdTier:
         except Exception as error:
             self._fail("reading the index", error)
             return [None] * len(hashes)
-        return [
-            place if place is not None and self._good(namespace, each, place) else None
-            for each, place in zip(hashes, found, strict=True)
-        ]
-
-    def _good(self, namespace: bytes, page_hash: bytes, place: Place) -> bool:
-        """Not of a filling that is over, nor past what was written: the index is right about neither when a disk was not."""
-        layout = self._layout
-        here = layout.filling(place.offset) == place.filling and layout.holds(place.offset, place.length)
-        return here and not (self._bad and self._bad.get(Key(namespace, page_hash)) == place)
+        # Of a filling that is over, or past what was written: the index is right about neither when a disk was not.
+        holds = self._layout.holds
+        good = [place if place is not None and holds(place.offset, place.length, place.filling) else None for place in found]
+        if self._bad:
+            bad = [self._bad.get(Key(namespace, each)) for each in hashes]
+            good = [place if place != worse else None for place, worse in zip(good, bad, strict=True)]
+        return good
 
     # ------------------------------------------------------------------ writing
 
@@ -531,7 +528,12 @@ class ColdTier:
         self.changes_lost = False
         with self._guarded("reading the index"):
             for part in self._index.entries():
-                yield by_namespace(key for key, place in part if self._good(*key, place))
+                holds = self._layout.holds
+                yield by_namespace(
+                    key
+                    for key, place in part
+                    if holds(place.offset, place.length, place.filling) and self._bad.get(key) != place
+                )
 
     def take_gone(self) -> list[Key]:
         """What has left since the last call."""
