@@ -181,3 +181,15 @@ def test_a_shorter_file_costs_what_was_there_and_no_more(tmp_path: Path) -> None
     assert store(tier, pages[8:], MIB) == [True] * 12
     assert load(tier, pages, MIB) == [True] * 20
     tier.close()
+
+
+def test_without_masters_nothing_is_remembered_for_them(tmp_path: Path) -> None:
+    tier = opened(tmp_path, track_changes=False)
+    pages = hashes(3)
+    store(tier, pages, 4096)
+    tier.clear(NS)
+    while tier.sweep():
+        pass
+    assert tier.drain_changes(100) == ([], [])
+    assert len(tier.take_gone()) == 3
+    tier.close()

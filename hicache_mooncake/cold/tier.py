@@ -79,13 +79,23 @@ class ColdTier:
     fails makes misses, is counted, and is tried again later. `write`, `sweep` and `clear` wait for the disk, `read` does until
     its deadline; the others only look into the index."""
 
-    def __init__(self, directory: Path, capacity_bytes: int, *, floor_bytes: int = FLOOR_BYTES, direct: bool = True) -> None:
-        """Opens what is there, or makes it. Raises ColdError with a sentence for the operator."""
+    def __init__(
+        self,
+        directory: Path,
+        capacity_bytes: int,
+        *,
+        floor_bytes: int = FLOOR_BYTES,
+        direct: bool = True,
+        track_changes: bool = True,
+    ) -> None:
+        """Opens what is there, or makes it. `track_changes` False: nobody calls `drain_changes`. Raises ColdError with a sentence
+        for the operator."""
         self.path = places.own_path(directory)
         self.capacity_bytes = capacity_bytes
         self.counts = Counts()
         self.changes_lost = False
         self._floor_bytes = floor_bytes
+        self._track_changes = track_changes
         self._quiet = QuietLog(log)
         self._lock = threading.Lock()
         """Around what is written to the index and the layout; the disk may hang under it."""
@@ -589,7 +599,7 @@ class ColdTier:
         with self._noting:
             if not added:
                 self._gone.extend(pages)
-            if not self.changes_lost:
+            if self._track_changes and not self.changes_lost:
                 self._changes.extend((added, key) for key in pages)
                 if len(self._changes) > MAX_CHANGES:
                     self._changes.clear()

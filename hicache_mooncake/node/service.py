@@ -255,7 +255,12 @@ class Node:
         if not settings.cold:
             return
         try:
-            self.cold = ColdTier(Path(settings.cold), settings.cold_bytes, floor_bytes=settings.cold_floor)
+            self.cold = ColdTier(
+                Path(settings.cold),
+                settings.cold_bytes,
+                floor_bytes=settings.cold_floor,
+                track_changes=bool(settings.masters),
+            )
         except ColdError as error:
             raise NodeError(str(error)) from error
         self._cleanup.callback(self.cold.close)
