@@ -88,8 +88,8 @@ class ColdTier:
         direct: bool = True,
         track_changes: bool = True,
     ) -> None:
-        """Opens what is there, or makes it. `track_changes` False: nobody calls `drain_changes`. Raises ColdError with a sentence
-        for the operator."""
+        """Opens what is there, or makes it. `track_changes` False: nobody calls `drain_changes`. Raises ColdError with a
+        sentence for the operator."""
         self.path = places.own_path(directory)
         self.capacity_bytes = capacity_bytes
         self.counts = Counts()
