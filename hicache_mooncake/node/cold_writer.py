@@ -12,6 +12,7 @@ from typing import Protocol
 from hicache_mooncake.cold.index import Key
 from hicache_mooncake.cold.tier import Body, ColdTier
 from hicache_mooncake.node.allocator import blocks_of
+from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.node.keeping import Batch, Keeping
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import Mapping
@@ -31,6 +32,7 @@ class Kept(Protocol):
 
     lock: threading.Lock
     segment: Mapping
+    core: NodeCore
 
     def new_owner(self) -> int: ...
     def changed(self) -> None:
@@ -130,7 +132,7 @@ class ColdWriter:
             gone = self._tier.take_gone()
             with self._node.lock:
                 kept = self._keeping.done(self._owner, batch, found)
-                self._keeping.gone(gone)
+                self._node.core.gone_cold(gone)
         self._node.changed()
         return kept
 
@@ -139,6 +141,9 @@ class ColdWriter:
         if now - self._swept_at >= _SWEEP_S:
             if not self._tier.sweep():
                 self._swept_at = now
+            gone = self._tier.take_gone()
+            with self._node.lock:
+                self._node.core.gone_cold(gone)
             self._node.changed()
         while self._doubted and not self._stopping.is_set():
             namespace, page_hash, offset = self._doubted.popleft()

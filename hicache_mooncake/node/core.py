@@ -79,6 +79,8 @@ class Writing:
     """They are fetched from another node and stay here."""
     promoted: bytes = b""
     """They come from the cold tier: their hashes."""
+    gone: set[bytes] = dataclasses.field(default_factory=set)
+    """Those of them that have left the tier since."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -433,8 +435,8 @@ class NodeCore:
             self.replicated += done.count(1)
         if writing is not None and writing.promoted:
             self.promoted += done.count(1)
-            stored = [each for each, ok in zip(p.split(writing.promoted), done, strict=False) if ok]
-            self.store.keep(writing.namespace, stored)
+            pages = zip(p.split(writing.promoted), done, strict=False)
+            self.store.keep(writing.namespace, [each for each, ok in pages if ok and each not in writing.gone])
         return done
 
     def strand(self, owner: int, txn: int) -> Stranded:
@@ -548,6 +550,16 @@ class NodeCore:
         """There is a cold tier from here on. To be called once, before anything else."""
         self.keeping = Keeping(self.store, after_loads)
         return self.keeping
+
+    def gone_cold(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
+        """These have left the cold tier: (namespace, hash)."""
+        if not pages or self.keeping is None:
+            return
+        self.keeping.gone(pages)
+        for writing in self._writing.values():
+            if writing.promoted:
+                promoted = set(p.split(writing.promoted))
+                writing.gone |= {each for namespace, each in pages if namespace == writing.namespace and each in promoted}
 
     def give_due(self, now: float) -> bool:
         """Should `give` run?"""

@@ -114,23 +114,27 @@ class Keeping:
 
     def _taken(self, pages: Iterable[LogicalPage]) -> list[LogicalPage]:
         """A batch of those that are to be written."""
-        taken: list[LogicalPage] = []
+        taken: dict[LogicalPage, None] = {}
         size = count = 0
         for page in pages:
-            if page.kept or page.rank == REPLICA or page.writers or not page.parts:
+            if page in taken or not self._is_to_be_written(page):
                 continue
             size += _size(page)
             count += len(page.parts)
             if taken and (size > self._batch_bytes or count > BATCH_PAGES):
                 break
-            taken.append(page)
-        return taken
+            taken[page] = None
+        return list(taken)
+
+    def _is_to_be_written(self, page: LogicalPage) -> bool:
+        if page.kept or page.rank == REPLICA or page.writers or not page.parts:
+            return False
+        return all(map(self._store.holds, page.parts))  # it may have gone since it was noted
 
     def _pinned(self, owner: int, pages: list[LogicalPage], now: float) -> Batch | None:
         if not pages:
             return None
-        whole = [(page, tuple(page.parts)) for page in pages if all(map(self._store.holds, page.parts))]
-        return Batch(self._store.pin_pages(owner, [page for page, _ in whole], now), whole)
+        return Batch(self._store.pin_pages(owner, pages, now), [(page, tuple(page.parts)) for page in pages])
 
 
 def _popped(pages: deque[LogicalPage]) -> Iterator[LogicalPage]:
