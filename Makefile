@@ -18,7 +18,7 @@ help:
 	@echo "make lint        ruff check, ruff format --check, mypy --strict"
 	@echo "make sim         simulated clusters in trouble; SEEDS=1:1000, SIM_ARGS='--minutes 60'"
 	@echo "make bench       what moves pages, against its ceilings; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares,"
-	@echo "                 and so does LMCACHE=PYTHON, one that has lmcache"
+	@echo "                 and so do LMCACHE=PYTHON, one that has lmcache, and NIXL=PYTHON, one that has nixl"
 	@echo "make bench-master  the master's; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares with it"
 	@echo "make bench-scale   one shard of a cluster of 1,000 nodes: messages, bytes and CPU a second"
 	@echo "make failures    the tests of faults, and docs/failures.md from those that passed"
@@ -93,7 +93,7 @@ sim: $(READY)
 	@$(PY) -m hicache_mooncake.testing.sim --seeds $(SEEDS) $(SIM_ARGS)
 
 bench: $(READY)
-	@$(PY) -m benchmarks.quick $(if $(MOONCAKE),--mooncake "$(MOONCAKE)") $(if $(LMCACHE),--lmcache "$(LMCACHE)") $(BENCH_ARGS)
+	@$(PY) -m benchmarks.quick $(if $(MOONCAKE),--mooncake "$(MOONCAKE)") $(if $(LMCACHE),--lmcache "$(LMCACHE)") $(if $(NIXL),--nixl "$(NIXL)") $(BENCH_ARGS)
 
 bench-master: $(READY)
 	@$(PY) -m benchmarks.master $(if $(MOONCAKE),--mooncake "$(MOONCAKE)") $(BENCH_ARGS)

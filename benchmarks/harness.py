@@ -56,12 +56,15 @@ class Row:
 
 @dataclasses.dataclass
 class Bench:
-    """How a section is to measure. `mooncake`, `lmcache`: the Python that has the Mooncake store, and LMCache, or ""."""
+    """How a section is to measure. `mooncake`, `lmcache`, `nixl`: the Python that has it, or "". `disk`: where the cold
+    tier is measured."""
 
     progress: Progress
     rounds: int
     mooncake: str = ""
     lmcache: str = ""
+    nixl: str = ""
+    disk: str = "/var/tmp"
 
     def interleave(
         self, contenders: Mapping[str, Callable[[int], float]], what: str, rounds: int | None = None

@@ -1,9 +1,10 @@
 """`make bench`: what moves pages, each part against its ceiling and against its peers, in minutes.
 
 Ceilings: a plain memcpy of the same pages between page-aligned buffers; the same call beside an idle interpreter; a bare
-`sendmsg`/`recv_into` loop over loopback. Every byte that ours moves is checksummed on the way; the others check nothing. The
-peers are the Mooncake store (PyPI `mooncake-transfer-engine-non-cuda`) and over tcp LMCache's server (PyPI `lmcache`), each in
-an environment of its own: `--mooncake PYTHON` and `--lmcache PYTHON` name the Python that has it.
+`sendmsg`/`recv_into` loop over loopback; fio on the disk of the cold tier. Every byte that ours moves is checksummed on the
+way; the others check nothing. The peers are the Mooncake store (PyPI `mooncake-transfer-engine-non-cuda`), over tcp LMCache's
+server (PyPI `lmcache`), and on the disk SGLang's `file` backend and NIXL's files (PyPI `nixl`), each but SGLang in an
+environment of its own: `--mooncake PYTHON`, `--lmcache PYTHON` and `--nixl PYTHON` name the Python that has it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cpu, here, posts, there
+from benchmarks import cold, cpu, here, posts, there
 from benchmarks.harness import Bench, Row, report, save, write_table
 
 SECTIONS = {
@@ -29,6 +30,7 @@ SECTIONS = {
     "peers": there.peers,
     "cpu": cpu.cpu,
     "posts": posts.posts,
+    "cold": cold.cold,
 }
 
 
@@ -40,16 +42,19 @@ def main() -> None:
         "--mooncake", metavar="PYTHON", default="", help="the Python that has mooncake-transfer-engine(-non-cuda)"
     )
     parser.add_argument("--lmcache", metavar="PYTHON", default="", help="the Python that has lmcache")
+    parser.add_argument("--nixl", metavar="PYTHON", default="", help="the Python that has nixl")
+    parser.add_argument("--disk", metavar="DIR", default="/var/tmp", help="where the cold tier is measured; not a tmpfs")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/performance.md")
     options = parser.parse_args()
-    pythons = {"mooncake": options.mooncake, "lmcache": options.lmcache}
+    pythons = {"mooncake": options.mooncake, "lmcache": options.lmcache, "nixl": options.nixl}
     for name, python in pythons.items():
         if python and not shutil.which(python):
             parser.error(f"--{name} {python}: there is no such program")
     rows: list[Row] = []
     columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as progress:
-        bench = Bench(progress, options.rounds, **{name: shutil.which(python) or "" for name, python in pythons.items()})
+        found = {name: shutil.which(python) or "" for name, python in pythons.items()}
+        bench = Bench(progress, options.rounds, disk=options.disk, **found)
         for name in options.sections or SECTIONS:
             rows += SECTIONS[name](bench)
     title = f"medians of {options.rounds} interleaved rounds; ours with every byte checksummed"
