@@ -18,8 +18,11 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake import protocol
-from hicache_mooncake.cli import doctor
+from hicache_mooncake.cli import doctor, doctor_cold
 from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, human_bytes, rate
+from hicache_mooncake.cold import directory as places
+from hicache_mooncake.cold.pages_file import PagesFile
+from hicache_mooncake.cold.tier import ColdTier
 from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.wire import Wire, WireClosed
 from tests.etcd import etcd_server, needs_etcd
@@ -213,6 +216,29 @@ def test_status_shows_the_node_and_its_cluster(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in ("3.0 GiB", "12,345", "75.0%", "n2", "suspected", "10.0.0.1:7000", "2 nodes", "8.0 GiB"):
         assert words in done.stdout
+
+
+COLD = {
+    "cold_pages": 54321, "cold_used_bytes": 1 << 30, "cold_capacity_bytes": 4 << 30, "cold_written_bytes": 2 << 30,
+    "cold_write_amplification": 1.25, "cold_problem": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", ["", "less than 1024 MiB would be left free"])
+def test_status_shows_a_cold_tier_in_a_line(tmp_path: Path, problem: str) -> None:
+    answer = protocol.AdminReport(COLD | {"cold_problem": problem}, [])
+    with scripted_node(tmp_path / "n.sock", HEALTHY | {protocol.AdminStatus: answer}) as path:
+        done = run("status", "--socket", path)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "cold tier" in line]
+    for words in ("54,321 pages", "1.0 GiB of 4.0 GiB used (25.0%)", "2.0 GiB written × 1.25", problem):
+        assert words in line
+    assert (";" in line) == bool(problem)
+
+
+def test_status_says_nothing_of_a_cold_tier_that_there_is_not(tmp_path: Path) -> None:
+    with scripted_node(tmp_path / "n.sock", HEALTHY) as path:
+        assert "cold" not in run("status", "--socket", path).stdout
 
 
 def test_status_for_machines(tmp_path: Path) -> None:
@@ -467,6 +493,78 @@ def test_doctor_wants_huge_pages_only_where_they_are_asked_for(settings: Setting
     check = doctor.huge_pages(replace(settings, hugepages=True, dram_bytes=1 << 50))
     assert check.status == "fail"
     assert "vm.nr_hugepages=" in check.advice
+
+
+def cold_tier(settings: Settings, **changed: object) -> doctor.Check:
+    (check,) = doctor_cold.examine(replace(settings, **changed))  # type: ignore[arg-type]
+    return check
+
+
+@pytest.fixture
+def cold_settings(settings: Settings, tmp_path: Path) -> Settings:
+    return replace(settings, cold=str(tmp_path / "not" / "yet"), cold_bytes=512 << 20, cold_floor=0)
+
+
+def test_doctor_checks_a_cold_tier_where_there_is_to_be_one_and_makes_nothing(
+    settings: Settings, cold_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_cold, "_file_system", lambda path: "ext4")
+    monkeypatch.setattr(doctor_cold, "_no_direct_io", lambda nearest: None)
+    assert doctor_cold.examine(settings) == []
+    assert cold_tier(cold_settings).status == "ok"
+    check = cold_tier(cold_settings, cold_bytes=64 << 20)
+    assert check.status == "warn"
+    assert "several times dram" in check.advice
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_finds_why_a_node_would_not_start_with_a_cold_tier(cold_settings: Settings, tmp_path: Path) -> None:
+    check = cold_tier(cold_settings, cold_bytes=1 << 60)
+    assert check.status == "fail"
+    assert "lower cold_bytes" in check.advice
+    assert "at least" in cold_tier(cold_settings, cold_bytes=1 << 20).found
+    (tmp_path / "file").touch()
+    assert "may not write" in cold_tier(cold_settings, cold=str(tmp_path / "file")).found
+    own = places.own_path(tmp_path / "open")
+    own.mkdir(parents=True)
+    own.chmod(0o777)
+    assert "may be written by others" in cold_tier(cold_settings, cold=str(tmp_path / "open")).found
+
+
+def test_doctor_lets_a_tier_that_is_there_make_do_with_a_full_disk(cold_settings: Settings) -> None:
+    ColdTier(Path(cold_settings.cold), 64 << 20, floor_bytes=0).close()
+    pages = places.own_path(Path(cold_settings.cold)) / places.PAGES
+    pages.write_bytes(b"x" * (1 << 20))
+    check = cold_tier(cold_settings, cold_bytes=1 << 60)
+    assert check.status == "warn"
+    assert "makes do" in check.advice
+
+
+def test_doctor_sees_no_use_in_a_tier_in_memory(
+    cold_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_cold, "_file_system", lambda path: "tmpfs")
+    check = cold_tier(cold_settings)
+    assert check.status == "warn"
+    assert "tmpfs" in check.found
+
+
+def test_doctor_tells_the_file_system_of_a_directory() -> None:
+    assert doctor_cold._file_system(Path("/proc")) == "proc"
+
+
+def test_doctor_says_what_a_disk_without_direct_io_costs(cold_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_cold, "_file_system", lambda path: "ext4")
+    monkeypatch.setattr(PagesFile, "_try_direct", lambda file, flags: None)
+    check = cold_tier(cold_settings)
+    assert check.status == "warn"
+    assert "page cache" in check.found
+
+
+def test_a_temporary_node_leaves_the_cold_tier_alone(cold_settings: Settings) -> None:
+    with doctor.temporary_node(cold_settings) as small:
+        assert "cold_pages" not in ask_node(small.socket)[1].node
+    assert not Path(cold_settings.cold).exists()
 
 
 def test_a_check_that_breaks_is_a_finding_and_hides_no_other(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

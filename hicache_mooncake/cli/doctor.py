@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import cast
 
 from hicache_mooncake import __version__, protocol
-from hicache_mooncake.cli import doctor_transports
+from hicache_mooncake.cli import doctor_cold, doctor_transports
 from hicache_mooncake.cli.checks import FAIL, OK, SKIPPED, WARN, Check, broken, guarded
 from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, find_masters, human_bytes
 from hicache_mooncake.config import ConfigError, Settings, available_memory_bytes, load_settings, split_address
@@ -379,7 +379,7 @@ def temporary_node(settings: Settings, start_s: float = 15.0) -> Iterator[Settin
         small = replace(
             settings, socket=f"{directory}/node.sock", node="external", dram_bytes=64 << 20, masters=(), listen="127.0.0.1:0",
             advertise="", name=f"doctor-{os.getpid()}", metrics="", hugepages=False, log_level="warning", key_file="",
-            drain_s=0.0,
+            drain_s=0.0, cold="", save_on_exit=False,
         )  # fmt: skip
         command = [sys.executable, "-m", "hicache_mooncake.cli", "node", *small.node_options()]
         with open(f"{directory}/log", "w+") as log:
@@ -456,6 +456,7 @@ def examine(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
         guarded("huge pages", lambda: huge_pages(settings)),
         guarded("/dev/shm", dev_shm),
         *_guarded_all("RDMA", lambda: doctor_transports.examine(settings)),
+        *_guarded_all("cold tier", lambda: doctor_cold.examine(settings)),
         guarded("node", lambda: node(settings)),
         guarded("cluster key", lambda: key(settings)),
     ]

@@ -200,7 +200,17 @@ def _node_table(report: protocol.AdminReport) -> RenderableType:
     hits, lookups = figures.get("hit_keys"), figures.get("lookup_keys")
     if isinstance(hits, int) and isinstance(lookups, int):
         table.add_row("hit rate", rate(hits, lookups))
+    if "cold_pages" in figures:
+        table.add_row("cold tier", _cold_line(figures))
     return table
+
+
+def _cold_line(figures: Mapping[str, int | float | str | bool]) -> str:
+    used, capacity, written = (float(figures.get(f"cold_{name}_bytes", 0)) for name in ("used", "capacity", "written"))
+    line = f"{figures['cold_pages']:,} pages, {human_bytes(used)} of {human_bytes(capacity)} used ({rate(used, capacity)})"
+    line += f", {human_bytes(written)} written × {figures.get('cold_write_amplification', 1.0)}"
+    problem = figures.get("cold_problem")
+    return f"{line}; {problem}" if problem else line
 
 
 def _cluster_table(nodes: Sequence[protocol.NodeInfo], title: str) -> RenderableType:

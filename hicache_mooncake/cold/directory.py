@@ -40,12 +40,17 @@ def prepare(directory: Path) -> Path:
         log.warning("cold tier: %s is of another version and is left alone. Delete it when no node needs it any more", other)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+    check_owner(path)
+    return path
+
+
+def check_owner(path: Path) -> None:
+    """Raises ColdError for what is no directory of this user's alone."""
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ColdError(f"--cold {directory}: {path} is not a directory")
+        raise ColdError(f"--cold {path.parent}: {path} is not a directory")
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ColdError(f"--cold {directory}: {path} belongs to another user or may be written by others")
-    return path
+        raise ColdError(f"--cold {path.parent}: {path} belongs to another user or may be written by others")
 
 
 def locked(path: Path) -> int:

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -65,14 +66,24 @@ class MasterProcess(_PoolProcess):
 
 class NodeProcess(_PoolProcess):
     """One store node, as if on a host of its own. Stopped or killed and started again, it has the same name, socket and
-    addresses, and no pages."""
+    addresses, and no pages but those of its cold tier. `args`: further options of the command line."""
 
-    def __init__(self, name: str, *, socket_path: Path, master: MasterProcess, log: Path, dram: str = DRAM) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        socket_path: Path,
+        master: MasterProcess,
+        log: Path,
+        dram: str = DRAM,
+        args: Sequence[str] = (),
+    ) -> None:
         self.socket_path = socket_path
         self.metrics_port = free_port()
         command = [
             *(*_COMMAND, "node", "--name", name, "--host-id", name, "--dram", dram, "--socket", str(socket_path)),
             *("--listen", f"{HOST}:{free_port()}", "--metrics", f"{HOST}:{self.metrics_port}", "--master", master.address),
+            *args,
         ]
         super().__init__(name, command, log=log, env=own_environment())
 
