@@ -18,6 +18,9 @@ LONG_S = 30.0
 EXITING, ALIVE = 0x4, 0x400000
 RECVFROM, MADVISE = 45, 28
 """On x86_64."""
+FILLS = mover_process._FILLS
+PREADV = {"x86_64": (295, 327), "aarch64": (69, 286)}
+"""And preadv2."""
 
 
 @pytest.fixture
@@ -57,6 +60,15 @@ def test_on_an_unknown_processor_every_system_call_may_fill_memory(proc: Path, m
     monkeypatch.setattr(mover_process, "_FILLS", None)
     task(proc, 7, ALIVE, f"{MADVISE} 0x7f 0x1 0x17 0x0 0x0 0x0 0x7ffe 0x7f50")
     assert not _cannot_write(7)
+
+
+@pytest.mark.skipif(os.uname().machine not in PREADV, reason="another processor")
+def test_a_disk_that_hangs_keeps_no_call(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mover reads the cold tier into memory of its own."""
+    monkeypatch.setattr(mover_process, "_FILLS", FILLS)
+    for number, call in enumerate(PREADV[os.uname().machine]):
+        task(proc, 7 + number, ALIVE, f"{call} 0x3 0x7f 0x1 0x0 0x0 0x0 0x7ffe 0x7f50")
+    assert _cannot_write(7)
 
 
 class Unkillable(subprocess.Popen[bytes]):

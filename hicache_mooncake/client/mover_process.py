@@ -29,11 +29,12 @@ _MAX_ENDING = 4
 _PF_EXITING = 0x4
 _PROC = Path("/proc")
 _FILLS = {
-    "x86_64": (0, 17, 19, 45, 47, 295, 299, 310, 311, 327, 426),
-    "aarch64": (63, 65, 67, 69, 207, 212, 243, 270, 271, 286, 426),
+    "x86_64": (0, 17, 19, 45, 47, 299, 310, 311, 426),
+    "aarch64": (63, 65, 67, 207, 212, 243, 270, 271, 426),
 }.get(os.uname().machine)
 """System calls that fill memory which the caller names: read and its like, recv and its like, process_vm_readv and _writev,
-io_uring_enter. Unknown: all are taken for such."""
+io_uring_enter. Not preadv: by that a mover reads the cold tier only, into memory of its own, and a disk may hang for ever.
+Unknown: all are taken for such."""
 
 
 class MoverUnavailable(Exception):

@@ -87,7 +87,7 @@ class PagesFile:
         _all(os.pwritev, self.fd, offset, views)
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill all of them."""
+        """Fill all of them. By preadv, and never into engine memory: see `client.mover_process` on who hangs in it."""
         _all(os.preadv, self.fd, offset, views)
 
     def forget(self, offset: int, length: int) -> None:
