@@ -7,6 +7,7 @@ its time comes. There is no queue: what the disk does not take in time is evicte
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -104,13 +105,15 @@ class Keeping:
     # ------------------------------------------------------------------ inside
 
     def _going(self) -> Iterable[LogicalPage]:
-        """Pages that would be evicted next."""
-        looked = 0
-        for page in self._store.coldest(_AHEAD_PAGES):
-            looked += _size(page)
-            if looked > self._ahead_bytes:
+        """Pages that would be evicted next, and are not kept. Nearly all of them are: this is what looking costs."""
+        left = self._ahead_bytes
+        for page in itertools.islice(self._store.going(), _AHEAD_PAGES):
+            held = page.held
+            left -= held.length if isinstance(held, Entry) else _size(page)
+            if left < 0:
                 return
-            yield page
+            if not page.kept and not page.in_use:
+                yield page
 
     def _taken(self, pages: Iterable[LogicalPage]) -> list[LogicalPage]:
         """A batch of those that are to be written."""

@@ -656,6 +656,10 @@ class Store:
         free = (page for policy in policies for page in policy.coldest() if not page.in_use)
         return list(itertools.islice(free, limit))
 
+    def going(self) -> Iterator[LogicalPage]:
+        """All pages in the order in which they would be evicted, those in use among them. Nothing may change meanwhile."""
+        return itertools.chain.from_iterable(self._policies[rank].coldest() for rank in _EVICTED)
+
     def hottest(self, limit: int, rank: int | None = None) -> list[LogicalPage]:
         """At most `limit` pages that nobody writes, most recently used first, the head of a chain before its tail."""
         policies = (
