@@ -57,6 +57,19 @@ def tried_again(tier: ColdTier) -> None:
     tier._failed_until = 0.0
 
 
+def test_a_disk_that_hangs_does_not_keep_a_tier_from_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "_CLOSE_S", 0.05)
+    tier = opened(tmp_path, SMALL)
+    page = hashes(1)
+    with tier._lock:  # who has it waits for the disk
+        at_once(tier.close)
+    assert store(tier, page, PAGE) == [True], "it was left open"
+    tier.close()
+    tier = opened(tmp_path, SMALL)
+    assert load(tier, page, PAGE) == [True]
+    tier.close()
+
+
 # --------------------------------------------------------------------------- clears
 
 

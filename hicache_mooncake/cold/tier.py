@@ -38,6 +38,7 @@ MAX_CHANGES = 1_000_000
 _RETRY_S = 5.0
 _KEEP_S = 5.0
 """For reading what is kept of a segment that is emptied."""
+_CLOSE_S = 5.0
 _KEEP_AFTER = 2
 _LOOK_EVERY_S = 60.0
 _MAX_CLEARED = 4096
@@ -196,9 +197,13 @@ class ColdTier:
             places.mark_clean(self.path)
 
     def close(self) -> None:
-        """After the last call of anything else. Again does nothing."""
-        with self._lock:
-            self._resources.close()
+        """After the last call of anything else. Again does nothing. Where a write hangs everything is left open, to the
+        end of the process: a descriptor that is used again must not be written to."""
+        if self._lock.acquire(timeout=_CLOSE_S):
+            try:
+                self._resources.close()
+            finally:
+                self._lock.release()
 
     # ------------------------------------------------------------------ reading
 

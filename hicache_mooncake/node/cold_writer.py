@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -25,6 +26,11 @@ _AFTER_FAILURE_S = 1.0
 _CHECK_S = 5.0
 _MAX_DOUBTED = 1024
 _SAVE_LOG_S = 5.0
+_STOP_S = 5.0
+"""A write that takes longer hangs, as far as a node that ends is concerned."""
+_HANGS_S = 30.0
+"""The same of one that saves, whose batches are all that it waits for."""
+_STEP_S = 0.05
 
 
 class Kept(Protocol):
@@ -37,6 +43,16 @@ class Kept(Protocol):
     def new_owner(self) -> int: ...
     def changed(self) -> None:
         """The masters should hear of it."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Saved:
+    """So far."""
+
+    at: float
+    """When a batch has ended."""
+    pages: int = 0
+    size: int = 0
 
 
 class ColdWriter:
@@ -57,34 +73,54 @@ class ColdWriter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the batch under way has ended."""
+        """Returns when the batch under way has ended, or after a few seconds."""
         self._stopping.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_STOP_S)
+
+    @property
+    def hangs(self) -> bool:
+        """After `stop` and `save`: a write is still under way, out of the segment and under the tier's lock."""
+        return self._thread.is_alive()
 
     def doubt(self, namespace: bytes, page_hash: bytes, offset: int) -> None:
         """Somebody read this page there and its bytes were not right: it is looked at, unless it has moved since."""
         self._doubted.append((namespace, page_hash, offset))
 
     def save(self, interrupted: Callable[[], bool]) -> tuple[int, int]:
-        """After `stop`: write what is in DRAM and not on the disk. Returns pages and bytes written."""
-        pages = size = 0
-        logged_at = time.monotonic()
+        """After `stop`: write what is in DRAM and not on the disk. Returns pages and bytes written: so far, when it is
+        interrupted or the disk hangs."""
+        if self.hangs:
+            log.error("nothing is saved: the cold tier's disk hangs")
+            return 0, 0
+        saved = _Saved(time.monotonic())
+        self._thread = threading.Thread(target=self._save, args=(saved, interrupted), name="cold-save", daemon=True)
+        self._thread.start()
+        logged_at = saved.at
+        while self._thread.is_alive() and not interrupted():
+            self._thread.join(_STEP_S)
+            now = time.monotonic()
+            if now - saved.at > _HANGS_S:
+                log.error("no more is saved: the cold tier's disk hangs")
+                break
+            if now - logged_at > _SAVE_LOG_S:
+                logged_at = now
+                log.info("saving: %d pages, %.1f GB so far", saved.pages, saved.size / 1e9)
+        return saved.pages, saved.size
+
+    def _save(self, saved: _Saved, interrupted: Callable[[], bool]) -> None:
         while not interrupted():
             since = self._tier.clears
             with self._node.lock:
                 batch = self._keeping.save(self._owner, time.monotonic())
             if batch is None:
-                break
+                return
             kept = self._write(batch, since)
-            pages += kept
-            size += sum(part.length for part in batch.parts) if kept else 0
+            saved.pages += kept
+            saved.size += sum(part.length for part in batch.parts) if kept else 0
+            saved.at = time.monotonic()
             if not kept and not self._tier.ready():
-                break
-            if time.monotonic() - logged_at > _SAVE_LOG_S:
-                logged_at = time.monotonic()
-                log.info("saving: %d pages, %.1f GB so far", pages, size / 1e9)
-        return pages, size
+                return
 
     def _run(self) -> None:
         pause_s = _LOOK_S
@@ -106,8 +142,11 @@ class ColdWriter:
             batch = self._keeping.next(self._owner, time.monotonic()) if able else None
         if batch is None:
             return _LOOK_S
-        self._write(batch, since)
-        return 0.0
+        if self._write(batch, since):
+            return 0.0
+        with self._node.lock:
+            self._keeping.able = False  # the disk is full perhaps: what goes meanwhile goes unwritten
+        return _AFTER_FAILURE_S
 
     def _write(self, batch: Batch, since: int) -> int:
         """Returns how many of its pages are kept now."""

@@ -263,11 +263,16 @@ class Node:
             )
         except ColdError as error:
             raise NodeError(str(error)) from error
-        self._cleanup.callback(self.cold.close)
         keeping = self.core.keep(settings.cold_after_loads)
-        self.cold_writer = ColdWriter(self, self.cold, keeping)
+        tier, writer = self.cold, ColdWriter(self, self.cold, keeping)
+        self.cold_writer = writer
+        self._cleanup.callback(lambda: None if writer.hangs else tier.close())
         how = "past the page cache" if self.cold.direct else "through the page cache, since this file system has no direct I/O"
         log.info("cold tier %s: %d pages found, %d bytes at most, %s", settings.cold, self.cold.pages, settings.cold_bytes, how)
+
+    @property
+    def _cold_hangs(self) -> bool:
+        return self.cold_writer is not None and self.cold_writer.hangs
 
     def _make_segment(self) -> tuple[int, Mapping]:
         length = self.store.allocator.capacity
@@ -286,7 +291,7 @@ class Node:
             raise NodeError(f"--dram {length}: {error.strerror}") from error
         self._cleanup.callback(os.close, fd)
         segment = Mapping(fd, length, writable=True)
-        self._cleanup.callback(lambda: None if self.links.unfenced else segment.close())
+        self._cleanup.callback(lambda: None if self.links.unfenced or self._cold_hangs else segment.close())
         interleaving.of(segment.address, length)
         if interleaving.problem:
             log.warning("%s", interleaving.problem)

@@ -1,0 +1,133 @@
+"""The thread that writes to the cold tier, over a tier that takes nothing, or hangs."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from hicache_mooncake.cold.index import Key
+from hicache_mooncake.cold.tier import Body, ColdTier
+from hicache_mooncake.node import cold_writer
+from hicache_mooncake.node.cold_writer import ColdWriter
+from hicache_mooncake.node.keeping import Keeping
+from hicache_mooncake.node.store import Store
+from tests.conftest import wait_until
+
+NS = b"n" * 16
+LENGTH = 4096
+PAGES = 240
+"""Of 256 that there is room for."""
+
+
+class Tier:
+    """As much of a ColdTier as the writer uses. `takes`: what becomes of a page."""
+
+    def __init__(self) -> None:
+        self.clears = 0
+        self.takes: Callable[[], bool] = lambda: True
+        self.batches = 0
+        self.written: list[bytes] = []
+
+    def ready(self) -> bool:
+        return True
+
+    def here(self, bodies: Sequence[tuple[Key, int]]) -> list[bool]:
+        return [False] * len(bodies)
+
+    def write(self, bodies: Sequence[Body], since: int) -> list[bool]:
+        self.batches += 1
+        done = [self.takes() for _ in bodies]
+        self.written += [body.key.hash for body, took in zip(bodies, done, strict=True) if took]
+        return done
+
+    def take_gone(self) -> list[Key]:
+        return []
+
+    def sweep(self) -> bool:
+        return False
+
+
+class Node:
+    def __init__(self) -> None:
+        self.store = Store(256 * LENGTH)
+        self.keeping = Keeping(self.store)
+        self.lock = threading.Lock()
+        self.segment = SimpleNamespace(view=memoryview(bytearray(256 * LENGTH)))
+        self.tier = Tier()
+        self.writer = ColdWriter(self, cast("ColdTier", self.tier), self.keeping)  # type: ignore[arg-type]
+
+    def new_owner(self) -> int:
+        return 7
+
+    def changed(self) -> None:
+        """To nobody."""
+
+    def fill(self) -> None:
+        pages = b"".join(os.urandom(32) for _ in range(PAGES))
+        txn, _, offsets = self.store.reserve(1, NS, pages, LENGTH)
+        assert self.store.commit(1, txn, b"\x01" * PAGES, range(PAGES)) == b"\x01" * PAGES
+        assert len(offsets) == PAGES
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    node.fill()
+    yield node
+    node.tier.takes = lambda: True
+    node.writer.stop()
+
+
+def test_a_tier_that_takes_nothing_is_left_alone_for_a_while_and_nothing_waits_for_it(node: Node) -> None:
+    """A disk without room is no failure of the tier, which goes on serving what it has."""
+    node.tier.takes = lambda: False
+    assert node.writer._look() >= 1.0
+    assert node.tier.batches == 1
+    assert not node.keeping.able, "what goes is evicted, without being written first"
+
+
+def test_a_tier_that_takes_some_is_given_more_at_once(node: Node) -> None:
+    node.tier.takes = iter([True] + [False] * PAGES).__next__
+    assert node.writer._look() == 0.0
+    assert node.keeping.able
+
+
+def test_a_disk_that_hangs_does_not_keep_a_node_from_ending(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_writer, "_STOP_S", 0.05)
+    comes_back = threading.Event()
+    node.tier.takes = comes_back.wait
+    node.writer.start()
+    wait_until(lambda: node.tier.batches == 1, 30, "it writes")
+    node.writer.stop()
+    assert node.writer.hangs
+    assert node.writer.save(lambda: False) == (0, 0), "there is nothing to save to"
+    comes_back.set()
+    wait_until(lambda: not node.writer.hangs, 30, "it has ended")
+
+
+def test_a_disk_that_hangs_while_a_node_saves_does_not_keep_it_either(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_writer, "_HANGS_S", 0.05)
+    comes_back = threading.Event()
+    node.tier.takes = comes_back.wait
+    assert node.writer.save(lambda: False) == (0, 0)
+    assert node.writer.hangs
+    comes_back.set()
+    wait_until(lambda: not node.writer.hangs, 30, "it has ended")
+
+
+def test_a_second_signal_ends_a_save_whose_disk_hangs(node: Node) -> None:
+    comes_back = threading.Event()
+    node.tier.takes = comes_back.wait
+    assert node.writer.save(lambda: node.tier.batches > 0) == (0, 0)
+    comes_back.set()
+    wait_until(lambda: not node.writer.hangs, 30, "it has ended")
+
+
+def test_all_that_is_in_dram_is_saved(node: Node) -> None:
+    assert node.writer.save(lambda: False) == (PAGES, PAGES * LENGTH)
+    assert len(set(node.tier.written)) == PAGES
