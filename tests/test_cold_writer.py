@@ -59,6 +59,7 @@ class Node:
         self.lock = threading.Lock()
         self.segment = SimpleNamespace(view=memoryview(bytearray(256 * LENGTH)))
         self.tier = Tier()
+        self.core = SimpleNamespace(gone_cold=self.keeping.gone)
         self.writer = ColdWriter(self, cast("ColdTier", self.tier), self.keeping)  # type: ignore[arg-type]
 
     def new_owner(self) -> int:

@@ -108,11 +108,13 @@ class Keeping:
         """Pages that would be evicted next, and are not kept. Nearly all of them are: this is what looking costs."""
         left = self._ahead_bytes
         for page in itertools.islice(self._store.going(), _AHEAD_PAGES):
+            if not page.kept and page.in_use:
+                continue
             held = page.held
             left -= held.length if isinstance(held, Entry) else _size(page)
             if left < 0:
                 return
-            if not page.kept and not page.in_use:
+            if not page.kept:
                 yield page
 
     def _taken(self, pages: Iterable[LogicalPage]) -> list[LogicalPage]:
