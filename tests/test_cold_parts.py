@@ -205,7 +205,10 @@ def test_bodies_come_in_order(reader: Reader, places: list[tuple[int, int]]) -> 
     assert all(read(reader, places[::-1], soon()))
 
 
-def test_neighbours_are_one_read_up_to_a_size(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", [1, -1])
+def test_neighbours_are_one_read_up_to_a_size_in_either_order(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
     sizes: list[int] = []
     preadv = os.preadv
 
@@ -214,7 +217,7 @@ def test_neighbours_are_one_read_up_to_a_size(reader: Reader, monkeypatch: pytes
         return preadv(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", counting)
-    assert all(read(reader, [(at * BLOCK, BLOCK) for at in range(READ_BYTES // BLOCK * 2)], soon()))
+    assert all(read(reader, [(at * BLOCK, BLOCK) for at in range(READ_BYTES // BLOCK * 2)][::step], soon()))
     assert sizes == [READ_BYTES] * 2
 
 
@@ -224,6 +227,7 @@ def test_one_that_fails_costs_no_other(reader: Reader, disk: Disk) -> None:
     assert [at for at, good in enumerate(read(reader, places, soon())) if not good] == [7, 200]
     got = list(reader.read(places[5:9], soon()))
     assert isinstance(got[2], OSError)
+    assert [at for at, good in enumerate(read(reader, places[::-1], soon())) if not good] == [99, 292]
 
 
 def test_past_the_end_of_the_file_is_an_error(reader: Reader) -> None:

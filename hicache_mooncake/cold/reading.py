@@ -73,13 +73,13 @@ class Reader:
                     under_way.append(self._begin(groups[begun][0], groups[begun][1]))
                     begun += 1
                 came = self._come(under_way, deadline) if begun > at else None
-                if isinstance(came, BaseException) and len(group[2]) > 1:
-                    yield from self._one_by_one(group, deadline)
+                start, _, bodies = group
+                if isinstance(came, BaseException) and len(bodies) > 1:
+                    yield from self._one_by_one(bodies, deadline)
                     continue
-                start = 0
-                for length in group[2]:
-                    yield came[start : start + blocks(length)] if isinstance(came, memoryview) else came
-                    start += blocks(length)
+                for offset, length in bodies:
+                    first = offset - start
+                    yield came[first : first + blocks(length)] if isinstance(came, memoryview) else came
                 if isinstance(came, memoryview):
                     self._keep(came)
         finally:
@@ -88,17 +88,15 @@ class Reader:
             if turn:
                 self._turns.release()
 
-    def _one_by_one(self, group: tuple[int, int, list[int]], deadline: float) -> Results:
+    def _one_by_one(self, bodies: Sequence[tuple[int, int]], deadline: float) -> Results:
         """Some of these neighbours cannot be read, and the others shall not suffer for it."""
-        offset, _, lengths = group
-        for length in lengths:
+        for offset, length in bodies:
             came = None
             if self._may_begin(deadline):
                 came = self._come(deque([self._begin(offset, blocks(length))]), deadline)
             yield came[: blocks(length)] if isinstance(came, memoryview) else came
             if isinstance(came, memoryview):
                 self._keep(came)
-            offset += blocks(length)
 
     def _may_begin(self, deadline: float) -> bool:
         return self.stuck < self._depth and time.monotonic() < deadline
@@ -190,16 +188,17 @@ class _Workers:
             del given, future, job
 
 
-def _grouped(wanted: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[int]]]:
-    """One read each: (offset, bytes, lengths of the bodies in it)."""
-    groups: list[tuple[int, int, list[int]]] = []
+def _grouped(wanted: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """One read each: (offset, bytes, the bodies in it). Neighbours lie in either order: the tail of a chain is evicted, and
+    so written, first."""
+    groups: list[tuple[int, int, list[tuple[int, int]]]] = []
     for offset, length in wanted:
         size = blocks(length)
         if groups:
-            start, so_far, lengths = groups[-1]
-            if start + so_far == offset and so_far + size <= READ_BYTES:
-                lengths.append(length)
-                groups[-1] = (start, so_far + size, lengths)
+            start, so_far, bodies = groups[-1]
+            if offset in (start + so_far, start - size) and so_far + size <= READ_BYTES:
+                bodies.append((offset, length))
+                groups[-1] = (min(start, offset), so_far + size, bodies)
                 continue
-        groups.append((offset, size, [length]))
+        groups.append((offset, size, [(offset, length)]))
     return groups
