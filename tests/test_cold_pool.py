@@ -110,17 +110,23 @@ def test_dram_is_saved_on_sigterm(
     assert load_all(rank, pages) == (100, Counter())
 
 
-def test_another_hosts_engines_load_what_is_only_on_this_hosts_disk(
+@pytest.fixture
+def two_hosts(
     start_master: Callable[[], MasterProcess],
     start_node: Callable[..., NodeProcess],
     tmp_path: Path,
     rank_of: Callable[..., FakeRank],
-) -> None:
-    """In the same request as what is in DRAM here."""
+) -> tuple[FakeRank, FakeRank]:
+    """A rank beside a node with a cold tier, and one on another host."""
     master = start_master()
     owner = start_node("owner", "16MiB", (master.address,), options(tmp_path / "cold", "--no-spill", "--host-id", "one"))
     reader = start_node("reader", "64MiB", (master.address,), ("--no-spill", "--host-id", "two", "--replicate-after", "0"))
-    writer, other = rank_of(owner), rank_of(reader)
+    return rank_of(owner), rank_of(reader)
+
+
+def test_another_hosts_engines_load_what_is_only_on_this_hosts_disk(two_hosts: tuple[FakeRank, FakeRank]) -> None:
+    """In the same request as what is in DRAM here."""
+    writer, other = two_hosts
     pages = names(400)
     store_all(writer, pages)
     lost = int(report_of(writer)["evicted_unkept"])
@@ -130,16 +136,8 @@ def test_another_hosts_engines_load_what_is_only_on_this_hosts_disk(
     assert int(report_of(writer)["remote_sent_pages"]) == 400 - lost
 
 
-def test_a_damaged_page_is_a_miss_and_blames_nobody(
-    start_master: Callable[[], MasterProcess],
-    start_node: Callable[..., NodeProcess],
-    tmp_path: Path,
-    rank_of: Callable[..., FakeRank],
-) -> None:
-    master = start_master()
-    owner = start_node("owner", "16MiB", (master.address,), options(tmp_path / "cold", "--no-spill", "--host-id", "one"))
-    reader = start_node("reader", "64MiB", (master.address,), ("--no-spill", "--host-id", "two", "--replicate-after", "0"))
-    writer, other = rank_of(owner), rank_of(reader)
+def test_a_damaged_page_is_a_miss_and_blames_nobody(two_hosts: tuple[FakeRank, FakeRank], tmp_path: Path) -> None:
+    writer, other = two_hosts
     pages = names(400)
     store_all(writer, pages)
     cold = found(writer, pages)
