@@ -249,6 +249,20 @@ def test_a_page_stored_anew_is_not_what_the_cold_tier_has() -> None:
     assert not page.kept
 
 
+def test_room_for_what_comes_back_from_a_disk_costs_only_what_is_there_too() -> None:
+    store = small(4)
+    for name in "abcd":
+        store_all(store, keys(name))
+    store.keep(NS, [keys("a")])
+    store.evict_kept(PAGE, 3)
+    assert present(store, *"abcd") == [0, 1, 1, 1]
+    txn, column, room = store.claim(1, NS, keys("x", "y", "z"), PAGE, 0.0, rank=OWN, evict=False)
+    assert (column, len(room)) == (bytes([FETCH, REMOTE, REMOTE]), 1)
+    store.commit(1, txn, b"\x01", [7])
+    assert present(store, *"bcdx") == [1, 1, 1, 1]
+    store.validate()
+
+
 def test_no_more_goes_than_it_takes() -> None:
     store = small(100)
     for chain in range(10):

@@ -342,13 +342,15 @@ class NodeCore:
         self, owner: int, message: p.Locate, status: bytearray, cold: Mapping[int, ColdPlace], now: float
     ) -> tuple[int, list[int]]:
         """Of pages that are read from the cold tier those come back into DRAM that are asked for more than once, and those that
-        several ranks want: one reads them for all. Returns the transaction, and room for each that became READ_ON."""
+        several ranks want: one reads them for all. No page is lost for it that is not on the disk too. Returns the transaction,
+        and room for each that became READ_ON."""
         often = [i for i, place in cold.items() if status[i] == p.READ and (place.often or message.shared)]
         if not often or self.draining or self._cleared_lately(message.namespace, now):
             return 0, []
         hashes = p.select_hashes(message.hashes, often)
+        self.store.evict_kept(message.length, len(often))
         txn, column, room = self.store.claim(
-            owner, message.namespace, hashes, message.length, now, message.group, message.hashes, rank=OWN
+            owner, message.namespace, hashes, message.length, now, message.group, message.hashes, rank=OWN, evict=False
         )
         read_on = [i for i, claim in zip(often, column, strict=True) if claim == p.FETCH]
         if room:

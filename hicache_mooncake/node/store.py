@@ -447,6 +447,8 @@ class Store:
         group: bytes = b"",
         batch: bytes = b"",
         rank: int = REPLICA,
+        *,
+        evict: bool = True,
     ) -> tuple[int, bytearray, list[int]]:
         """Room for pages that one reader fetches from another node, or from the cold tier, for all readers of this one:
         (transaction, a column of FETCH, WAIT where another has claimed the page, REMOTE where there is no room, offsets of the
@@ -463,7 +465,7 @@ class Store:
         ]
         column = bytearray([WAIT]) * count
         wanted = b"".join(each[i] for i in free)
-        txn, status, where = self.reserve(owner, namespace, wanted, length, group, rank=rank)
+        txn, status, where = self.reserve(owner, namespace, wanted, length, group, rank=rank, evict=evict)
         for i, reserved in zip(free, status, strict=True):
             column[i] = FETCH if reserved == WRITE else REMOTE
         reservation = self._reservations.get(txn)
@@ -625,6 +627,12 @@ class Store:
             self._remove([(page, page.part(home)) for page in pages])
             swept += len(pages)
         return swept
+
+    def evict_kept(self, length: int, count: int) -> None:
+        """Make room for so many bodies, as far as pages go for it that are in the cold tier."""
+        while (missing := blocks_of(length) * count - (self.allocator.capacity - self.allocator.used)) > 0:
+            if not self._evict_first(_EVICTED_AT_ONCE, missing, kept_only=True):
+                return
 
     def evict_to_low(self, limit: int = 256, *, kept_only: bool = False) -> int:
         """Background eviction above the high watermark, at most `limit` objects a call. Returns how many went. `kept_only`:
