@@ -19,7 +19,7 @@ import lmdb
 import pytest
 
 from hicache_mooncake.cold import tier as tier_module
-from hicache_mooncake.cold.index import Index, Key
+from hicache_mooncake.cold.index import Index, Key, Place
 from hicache_mooncake.cold.layout import Segment
 from hicache_mooncake.cold.pages_file import ColdError
 from hicache_mooncake.cold.tier import ColdTier
@@ -67,6 +67,32 @@ def test_a_disk_that_hangs_does_not_keep_a_tier_from_closing(tmp_path: Path, mon
     tier.close()
     tier = opened(tmp_path, SMALL)
     assert load(tier, page, PAGE) == [True]
+    tier.close()
+
+
+def test_an_index_whose_disk_hangs_is_waited_for_by_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every lookup would hang, of pages in DRAM as well."""
+    monkeypatch.setattr(tier_module, "_PATIENCE_S", 0.0)
+    tier = opened(tmp_path, SMALL)
+    page = hashes(1)
+    store(tier, page, PAGE)
+    find, asked, comes_back = tier._index.find, threading.Event(), threading.Event()
+
+    def hangs(namespace: bytes, each: Sequence[bytes]) -> list[Place | None]:
+        asked.set()
+        comes_back.wait()
+        return find(namespace, each)
+
+    monkeypatch.setattr(tier._index, "find", hangs)
+    first = threading.Thread(target=tier.present, args=(NS, page), daemon=True)
+    first.start()
+    assert asked.wait(20)
+    at_once(lambda: tier.present(NS, page))
+    assert tier.locate(NS, page, PAGE) == [None]
+    assert "the index has not been read" in str(tier.report()["cold_problem"])
+    comes_back.set()
+    first.join(20)
+    assert tier.present(NS, page) == b"\x01"
     tier.close()
 
 

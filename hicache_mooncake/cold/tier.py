@@ -27,6 +27,7 @@ from hicache_mooncake.cold.asked import Asked
 from hicache_mooncake.cold.index import DAMAGE, Index, Key, Place, map_bytes_for
 from hicache_mooncake.cold.layout import Layout, Segment, blocks, segment_bytes_for, suits
 from hicache_mooncake.cold.pages_file import ColdError, PagesFile
+from hicache_mooncake.cold.patience import Patience
 from hicache_mooncake.cold.reading import Bodies, Reader
 from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.quiet import QuietLog
@@ -39,6 +40,8 @@ _RETRY_S = 5.0
 _KEEP_S = 5.0
 """For reading what is kept of a segment that is emptied."""
 _CLOSE_S = 5.0
+_PATIENCE_S = 0.5
+"""With the index, of which a part may have to come from the disk: what is in DRAM must not wait behind it for long."""
 _KEEP_AFTER = 2
 _LOOK_EVERY_S = 60.0
 _MAX_CLEARED = 4096
@@ -111,6 +114,7 @@ class ColdTier:
         self._bad: dict[Key, Place] = {}
         """Damaged, and not yet forgotten by the index."""
         self._asked = Asked()
+        self._patience = Patience(_PATIENCE_S)
         self._failed_until = float("-inf")
         self._looked_at = time.monotonic()
         self._sound = False
@@ -264,9 +268,16 @@ class ColdTier:
 
     def _find(self, namespace: bytes, hashes: Sequence[bytes]) -> list[Place | None]:
         try:
-            found = self._index.find(namespace, hashes)
+            with self._patience.call() as may:
+                found = self._index.find(namespace, hashes) if may else None
         except Exception as error:
             self._fail("reading the index", error)
+            return [None] * len(hashes)
+        if found is None:
+            text = (
+                f"the index has not been read for {_PATIENCE_S:g} s: meanwhile nothing is found here. Look at the disk (dmesg)"
+            )
+            self._problem("hangs", text)
             return [None] * len(hashes)
         # Of a filling that is over, or past what was written: the index is right about neither when a disk was not.
         holds = self._layout.holds
