@@ -142,6 +142,26 @@ def file(tmp_path: Path) -> Iterator[PagesFile]:
     file.close()
 
 
+@pytest.mark.parametrize("can_be_had", [0, 1])
+def test_who_can_have_no_more_threads_reads_with_fewer_or_not_at_all(
+    file: PagesFile, monkeypatch: pytest.MonkeyPatch, can_be_had: int
+) -> None:
+    """A mover without them would end, and its engine load nothing from anywhere."""
+    start, started = threading.Thread.start, iter(range(can_be_had))
+
+    def refused(thread: threading.Thread) -> None:
+        if next(started, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        reader = Reader(file)
+    came = [None if view is None else len(view) for view in reader.read([(0, 1), (8 * BLOCK, 1)], time.monotonic() + 20)]
+    assert came == ([BLOCK] * 2 if can_be_had else [None] * 2)
+    reader.close()
+
+
 class Disk:
     """Reads at some offsets hang, or fail."""
 

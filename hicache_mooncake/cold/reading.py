@@ -154,15 +154,17 @@ class _Workers:
     """Threads that a process does not wait for at its end: a disk that hangs would keep it from ending."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self._count = 0
         self._closed = False
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
-        for number in range(count):
-            threading.Thread(target=self._work, name=f"cold-read-{number}", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no more threads for this user or container: fewer reads at once, or none
+            for number in range(count):
+                threading.Thread(target=self._work, name=f"cold-read-{number}", daemon=True).start()
+                self._count += 1
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
         future: Future[None] = Future()
-        if self._closed:
+        if self._closed or not self._count:
             future.cancel()
         else:
             self._jobs.put((future, job))
