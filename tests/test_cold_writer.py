@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,7 +13,8 @@ import pytest
 
 from hicache_mooncake.cold.index import Key
 from hicache_mooncake.cold.tier import Body, ColdTier
-from hicache_mooncake.node import cold_writer
+from hicache_mooncake.config import Settings
+from hicache_mooncake.node import cold_writer, service
 from hicache_mooncake.node.cold_writer import ColdWriter
 from hicache_mooncake.node.keeping import Keeping
 from hicache_mooncake.node.store import Store
@@ -132,3 +134,19 @@ def test_a_second_signal_ends_a_save_whose_disk_hangs(node: Node) -> None:
 def test_all_that_is_in_dram_is_saved(node: Node) -> None:
     assert node.writer.save(lambda: False) == (PAGES, PAGES * LENGTH)
     assert len(set(node.tier.written)) == PAGES
+
+
+def test_a_clear_is_told_to_the_others_before_this_nodes_disk_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that hangs would leave their pages of old weights where they are."""
+    options = {"cold": str(tmp_path / "cold"), "cold_bytes": 64 << 20, "cold_floor": 0, "listen": "127.0.0.1:0"}
+    node = service.Node(Settings(dram_bytes=16 << 20, name="n", socket=str(tmp_path / "s" / "n.sock"), **options))  # type: ignore[arg-type]
+    node.start()
+    assert node.cold is not None
+    told = threading.Event()
+    monkeypatch.setattr(node.link, "clear_namespace", lambda _namespace: told.set())
+    clearing = threading.Thread(target=lambda: node.clear(NS, everywhere=True), daemon=True)
+    with node.cold._lock:  # who has it waits for the disk
+        clearing.start()
+        assert told.wait(20)
+    clearing.join(20)
+    node.stop()

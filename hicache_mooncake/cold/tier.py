@@ -467,7 +467,7 @@ class ColdTier:
 
     def clear(self, namespace: bytes, *, wait: bool = True) -> None:
         """Nothing of it is found from here on, after a restart neither: by when this returns, or, without `wait`, by the next
-        `sweep`. The masters are told bit by bit, by `sweep`."""
+        `sweep` or `save_cleared`. The masters are told bit by bit, by `sweep`."""
         with self._noting:
             self.clears += 1
             self._cleared.pop(namespace, None)
@@ -476,8 +476,12 @@ class ColdTier:
                 self._cleared.popitem(last=False)
             self._index.forget(namespace)
         if wait:
-            with self._lock, self._guarded("clearing a namespace"):
-                self._index.save_cleared()
+            self.save_cleared()
+
+    def save_cleared(self) -> None:
+        """Returns when all that was cleared so far stays cleared after a restart."""
+        with self._lock, self._guarded("clearing a namespace"):
+            self._index.save_cleared()
 
     def namespaces(self) -> list[bytes]:
         return self._index.namespaces()

@@ -408,10 +408,12 @@ class Node:
         with self.lock:
             dropped = self.core.clear(namespace, time.monotonic())
         if self.cold is not None:
-            self.cold.clear(namespace)
+            self.cold.clear(namespace, wait=False)
         if everywhere:
             self.link.clear_namespace(namespace)
         self.link.notify()
+        if self.cold is not None:
+            self.cold.save_cleared()  # last: whoever else is to hear of it does not wait for this disk
         log.info("cleared %d objects of namespace %s", dropped, namespace.hex())
         return dropped
 
