@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -14,9 +15,11 @@ from hicache_master.core import MasterCore
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.remote import Doubt
+from hicache_mooncake.cold.index import Key
 from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.node.store import Store
 from hicache_mooncake.testing.sim import Cluster, Options, Plan, Violation, run
+from hicache_mooncake.testing.sim.cold import SimCold
 from hicache_mooncake.testing.sim.link import SimLink
 from hicache_mooncake.testing.sim.mover import Mover, Outcome
 from hicache_mooncake.testing.sim.rank import Call, Rank
@@ -213,7 +216,7 @@ def test_a_master_that_takes_a_new_life_for_the_old_one_is_found_out(monkeypatch
     cluster.nodes[0].crash()
     cluster.nodes[0].start()
     cluster.world.run_for(5.0)
-    assert any("not on ['n0']" in difference for difference in cluster.differences())
+    assert any("not on [('n0', 0)]" in difference for difference in cluster.differences())
     monkeypatch.undo()
     cluster = peaceful(7, masters=1, shards=1, nodes=2)
     store_all(cluster, 0)
@@ -223,10 +226,67 @@ def test_a_master_that_takes_a_new_life_for_the_old_one_is_found_out(monkeypatch
     assert cluster.differences() == []
 
 
+def with_disks(**changes: Any) -> Options:
+    workload = {"chains": 20, "pages": 4, "think_s": 0.02}
+    return quick(
+        cold=True, capacity=12, node={"cold_pages": 16, "cold_after_loads": 2, "spill": False}, workload=workload, **changes
+    )
+
+
+def test_something_happens_on_the_disks() -> None:
+    total: Counter[str] = Counter()
+    for seed in (1, 2, 3):
+        total.update(run(seed, with_disks()).figures)
+    for what in ("cold written", "promoted", "loaded", "evicted"):
+        assert total[what] > 0, (what, total)
+
+
+def test_a_mover_that_does_not_check_what_the_disk_gives_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Mover._read_cold
+
+    def unchecked(self: Mover, *arguments: Any) -> Any:
+        reason = yield from read(self, *arguments)
+        return "" if reason == "checksum_cold" else reason
+
+    monkeypatch.setattr(Mover, "_read_cold", unchecked)
+    fails(with_disks(plan=Plan(0.05, {"damage_disk": 1.0})), "wrong bytes")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_page_that_left_the_disk_and_counts_as_kept_is_found_out(monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    node = {"cold_pages": 40, "cold_after_loads": 0, "spill": False}
+    cluster = peaceful(2, masters=1, shards=1, nodes=2, ranks=1, capacity=24, cold=True, node=node)
+    if broken:
+        monkeypatch.setattr(NodeCore, "gone_cold", lambda self, pages: None)
+    holder, pool = cluster.nodes[0], cluster.pools[0]
+    for chain, pools in itertools.product(range(4), cluster.pools):
+        cluster.ranks[0].store(pools, chain, lambda outcome: None)
+        cluster.world.run_for(1.0)
+    for chain in range(4, 12):
+        cluster.ranks[0].store(pool, chain, lambda outcome: None)
+        cluster.world.run_for(1.0)
+    kept = [page for page in holder.store.hottest(100) if page.kept]
+    assert kept
+    for part in (part for page in kept for part in page.parts):
+        assert holder.cold is not None
+        holder.cold.lose(Key(part.namespace, part.hash))
+    if broken:
+        with pytest.raises(Violation, match="for kept that are not"):
+            cluster.settle(5.0)
+    else:
+        cluster.settle(5.0)
+
+
+def test_what_the_disk_lost_and_no_master_hears_of_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    drain = SimCold.drain_changes
+    monkeypatch.setattr(SimCold, "drain_changes", lambda self, limit: (drain(self, limit)[0], []))
+    fails(with_disks(settle_s=20.0), "is on")
+
+
 def peaceful(seed: int, *, settled: bool = True, **changes: Any) -> Cluster:
     """A cluster in which nothing happens but what the test does; settled."""
     workload = {"chains": 4, "pages": 4, "abort": 0.0, "shared": 0.0} | changes.pop("workload", {})
-    options = {"capacity": 200, "times": (0.5, 2.0, 10.0)} | changes
+    options = {"capacity": 200, "times": (0.5, 2.0, 10.0), "cold": False} | changes
     cluster = Cluster(World(seed), Options(workload=workload, **options))
     for rank in cluster.ranks:
         rank.revive()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.cold.index import Key
 from hicache_mooncake.node.store import Store
 
-from .faults import Faults, Plan
+from .faults import COLD_KINDS, KINDS, Faults, Plan
 from .master import SimMaster
 from .mover import Outcome
 from .network import Listener, Network
@@ -44,6 +46,8 @@ class Options:
     """Pages of 4 KiB a node."""
     times: tuple[float, float, float] | None = None
     """heartbeat_s, ttl_s and forget_s of the masters."""
+    cold: bool | None = None
+    """Have the nodes cold tiers?"""
     plan: Plan | None = None
     workload: dict[str, Any] = field(default_factory=dict)
     node: dict[str, Any] = field(default_factory=dict)
@@ -107,6 +111,10 @@ class Cluster:
             "validate_share": options.validate_share,
             "store": options.store,
         }
+        apart = random.Random(f"cold {world.seed}")  # by itself: a seed without a cold tier is the run that it was
+        self.cold = options.cold if options.cold is not None else apart.random() < 0.5
+        if self.cold:
+            drawn["cold_pages"], drawn["cold_after_loads"] = apart.choice([12, 40, 200]), apart.choice([0, 0, 2])
         node_options = NodeOptions(**(drawn | options.node))
         addresses = list(self._by_address)
         self.nodes = [
@@ -212,8 +220,8 @@ class Cluster:
                 for of in self.hashes():
                     if p.shard_of(of, shards) != shard:
                         continue
-                    known = {name for name, _ in master.core.holders(pool.namespace, of)}
-                    held = {node.name for node in self.nodes if self.holds(node, pool, of)}
+                    known = master.core.holders(pool.namespace, of)
+                    held = {(node.name, tier) for node in self.nodes for tier in self.tiers(node, pool, of)}
                     if known != held:
                         found.append(f"{master.address}: {of[:4].hex()} is on {sorted(held)}, not on {sorted(known)}")
             for node in self.nodes:
@@ -224,6 +232,7 @@ class Cluster:
             if master.core.warming:
                 found.append(f"{master.address} is warming")
         for node in self.nodes:
+            found += self._not_kept(node)
             for view in node.link.core.view().masters:
                 if not view.answers(node.process.now):
                     found.append(f"{node.name} is {view.state} at {view.master}")
@@ -234,8 +243,22 @@ class Cluster:
         return [page_hash(chain, index) for chain in range(load.chains) for index in range(load.pages)]
 
     @staticmethod
-    def holds(node: SimNode, pool: Pool, of: bytes) -> bool:
-        return of in node.store._index.get(pool.namespace, ())
+    def tiers(node: SimNode, pool: Pool, of: bytes) -> list[int]:
+        """Where it has this page."""
+        here = [p.DRAM] if of in node.store._index.get(pool.namespace, ()) else []
+        cold = node.cold is not None and node.cold.find(Key(pool.namespace, of)) is not None
+        return [*here, p.COLD] if cold else here
+
+    def holds(self, node: SimNode, pool: Pool, of: bytes) -> bool:
+        return bool(self.tiers(node, pool, of))
+
+    def _not_kept(self, node: SimNode) -> list[str]:
+        """What it would evict as written although the disk does not have it."""
+        if node.cold is None:
+            return []
+        parts = [part for page in node.store.hottest(1 << 20) if page.kept for part in page.parts]
+        lost = [part for part in parts if node.cold.find(Key(part.namespace, part.hash)) is None]
+        return [f"{node.name} takes {len(lost)} pages for kept that are not"] if lost else []
 
     def settle(self, limit_s: float | None = None) -> float:
         """Let time pass until every master knows what every node holds; returns how long it took."""
@@ -350,6 +373,8 @@ class Cluster:
             for other in self.nodes:
                 if other is not taker:
                     other.store.discard(pool.namespace, first, "lost")
+                    if other.cold is not None:
+                        other.cold.lose(Key(pool.namespace, first))
                     other.link.notify()
             outcomes.clear()
             reader.load(pool, chain, 1, outcomes.append, shared=False)
@@ -375,6 +400,19 @@ class Cluster:
         for node in self.nodes:
             if any(self.holds(node, pool, of) for of in self.hashes()):
                 raise Violation(f"{node.name} still has pages of a namespace that was cleared")
+        self.restart()
+        for node in self.nodes:
+            if any(self.holds(node, pool, of) for of in self.hashes()):
+                raise Violation(f"{node.name} has pages of a namespace again that was cleared before its restart")
+
+    def restart(self) -> None:
+        """kill -9 of all nodes with a cold tier: what they had there they have."""
+        for node in self.nodes:
+            if node.cold is not None:
+                node.crash()
+                node.start()
+        if self.cold:
+            self.world.run_for(max(5.0, 2 * self.ttl_s))
 
     def figures(self) -> dict[str, int]:
         total: Counter[str] = Counter()
@@ -397,7 +435,8 @@ def run(seed: int, options: Options | None = None, trace: Callable[[str], None] 
     began = world.now
     world.run_for(1.0)
     trouble_s = options.trouble_s if options.trouble_s is not None else world.rng.choice([5.0, 10.0, 20.0])
-    plan = options.plan or Plan(every_s=world.rng.choice([0.1, 0.3, 1.0, 3.0]))
+    kinds = KINDS | COLD_KINDS if cluster.cold else KINDS
+    plan = options.plan or Plan(world.rng.choice([0.1, 0.3, 1.0, 3.0]), dict(kinds))
     faults = Faults(cluster, plan)
     world.run_for(trouble_s)
     world.note("peace")
@@ -413,6 +452,10 @@ def run(seed: int, options: Options | None = None, trace: Callable[[str], None] 
         world.run_for(1.0)
     cluster.check_idle()
     cluster.check_lookups()
+    if cluster.cold:
+        cluster.restart()
+        cluster.settle()
+        cluster.check_lookups()
     cluster.check_recalled()
     cluster.check_clear()
     cluster.settle()

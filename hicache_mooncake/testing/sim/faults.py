@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .cluster import Cluster
+    from .cold import Disk
 
 KINDS = {
     "crash_node": 3.0,
@@ -23,6 +24,8 @@ KINDS = {
     "freeze_mover": 3.0,
 }
 """Kinds of faults and how often each comes, relative to the others."""
+COLD_KINDS = {"hang_disk": 2.0, "fail_disk": 2.0, "fill_disk": 1.0, "damage_disk": 3.0}
+"""Those of clusters with cold tiers."""
 
 
 @dataclass
@@ -51,6 +54,8 @@ class Faults:
         cluster.network.loss = cluster.network.repeat = 0.0
         for node in cluster.nodes:
             node.refuse_room = False
+            if node.disk is not None:
+                node.disk.hanging = node.disk.failing = node.disk.full = False
             node.process.resume()
             if node.alive and node.core.draining:
                 node.crash()
@@ -161,6 +166,29 @@ class Faults:
             node.refuse_room = False
 
         self._later(self.world.rng.uniform(0.1, 2.0), over)
+
+    def _disk(self) -> Disk | None:
+        node = self.world.rng.choice(self.cluster.nodes)
+        return node.disk
+
+    def _for_a_while(self, disk: Disk | None, what: str) -> None:
+        if disk is not None:
+            setattr(disk, what, True)
+            self._later(self.world.rng.choice([0.1, 1.0, 5.0]), lambda: setattr(disk, what, False))
+
+    def _hang_disk(self) -> None:
+        self._for_a_while(self._disk(), "hanging")
+
+    def _fail_disk(self) -> None:
+        self._for_a_while(self._disk(), "failing")
+
+    def _fill_disk(self) -> None:
+        self._for_a_while(self._disk(), "full")
+
+    def _damage_disk(self) -> None:
+        disk = self._disk()
+        if disk is not None and disk.bodies:
+            disk.damage(self.world.rng.choice(list(disk.bodies)))
 
     def _freeze_mover(self) -> None:
         movers = [mover for rank in self.cluster.ranks for mover in rank.movers.values() if mover.process.alive]

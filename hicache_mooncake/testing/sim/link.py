@@ -38,7 +38,13 @@ class SimLink:
         self.node = node
         self.world = node.world
         self.core = LinkCore(
-            node.masters, self._facts, self, random.Random(self.world.rng.getrandbits(64)), silent, self._on_clear
+            node.masters,
+            self._facts,
+            self,
+            random.Random(self.world.rng.getrandbits(64)),
+            silent,
+            self._on_clear,
+            cold=node.cold,
         )
         self.dealers: dict[str, Dealer] = {}
         self.closed = False
@@ -147,7 +153,7 @@ class SimLink:
 
     def _on_clear(self, namespace: bytes) -> None:
         self.world.note(f"{self.node.process.name} is told to clear {namespace[:4].hex()}")
-        self.node.core.clear(namespace, self.node.process.now)
+        self.node.clear(namespace)
 
     def drain_changes(self, limit: int) -> tuple[Keys, Keys]:
         return self.node.store.drain_changes(limit)

@@ -16,6 +16,7 @@ from typing import Any
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.remote import Doubt
 
+from .cold import Disk
 from .network import Listener, Network, Stream
 from .pages import HostPage, Pool, Segment, checksum
 from .reader import Reader, Sleep, Wait
@@ -90,6 +91,7 @@ class Mover:
         self.node_name = ""
         self.data_key = b""
         self.segment: Segment | None = None
+        self.disk: Disk | None = None
         self.frozen = False
         """Was it, ever?"""
         self._generator: Steps | None = None
@@ -212,7 +214,7 @@ class Mover:
                 stream = what
             elif isinstance(what, tuple):
                 assert stream is not None
-                welcome, self.segment = what
+                welcome, self.segment, self.disk = what
                 self.node_name, self.data_key = welcome.node, welcome.data_key
                 self.node = stream
                 self.listen(stream)
@@ -310,13 +312,26 @@ class Mover:
         again = bool(before)
         recall = not wait_s and not again and left >= _RECALL_LEAST_S
         question = p.Locate(
-            pool.namespace, hashes, pool.length, shared, pool.group, wait_s, job.touch, left, recall=recall, again=again
+            pool.namespace,
+            hashes,
+            pool.length,
+            shared,
+            pool.group,
+            wait_s,
+            job.touch,
+            left,
+            recall=recall,
+            again=again,
+            cold=not again,
         )
         located = yield from self.ask(question, deadline)
         if not isinstance(located, p.Located) or not len(located.status) == len(located.where) == len(pages):
             raise Violation(f"{self.process.name}: {type(located).__name__} of another length answers a Locate")
         segment = self.segment
         assert segment is not None
+        disk = self.disk
+        cold: list[tuple[int, int, int, int]] = []
+        cold_room = iter(located.cold_room)
         local: list[tuple[int, int, int]] = []
         remote: dict[int, int] = {}
         waiting: list[int] = []
@@ -331,6 +346,8 @@ class Mover:
                     landing.offsets[i] = next(room)
             elif status == p.WAIT:
                 waiting.append(i)
+            elif status in (p.READ, p.READ_ON):
+                cold.append((i, where, sum_, next(cold_room) if status == p.READ_ON else -1))
             else:
                 absent = "wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"
                 outcome.reasons[before[i].why if i in before else absent] += 1
@@ -347,7 +364,21 @@ class Mover:
             else:
                 outcome.reasons["checksum"] += 1
                 bad += job.hashes[i]
-        self.tell(p.Release(located.pin, pool.namespace, bytes(bad), loaded=loaded))
+        cold_failed: dict[int, Doubt] = {}
+        bad_cold: list[tuple[bytes, int]] = []
+        stays: dict[int, int] = {}
+        for i, offset, sum_, room_at in cold:
+            reason = yield from self._read_cold(job, i, disk, offset, sum_, deadline)
+            if not reason:
+                outcome.ok[i] = 1
+                if room_at >= 0 and self.segment is segment:
+                    segment.write(room_at, bytes(job.places[i].data))
+                    stays[i] = sum_
+                continue
+            cold_failed[i] = Doubt(reason, [])
+            if reason == "checksum_cold":
+                bad_cold.append((job.hashes[i], offset))
+        self.tell(p.Release(located.pin, pool.namespace, bytes(bad), loaded=loaded, bad_cold=bad_cold))
         if self.segment is not segment:
             landing.offsets.clear()
         plan = yield from self.reader.fetch(job, located, remote, landing, outcome, deadline, before)
@@ -356,11 +387,36 @@ class Mover:
             commit = p.Commit(landing.txn, bytes(c is not None for c in whole), [c or 0 for c in whole])
             with contextlib.suppress(NodeUnavailable):  # the pages are in the engine all the same
                 yield from self.ask_same(commit, deadline + 0.1)
+        if located.cold_room and self.segment is segment:
+            whole = [stays.get(i) for i, _, _, room_at in cold if room_at >= 0]
+            commit = p.Commit(located.cold_txn, bytes(c is not None for c in whole), [c or 0 for c in whole])
+            with contextlib.suppress(NodeUnavailable):
+                yield from self.ask_same(commit, deadline + 0.1)
         if located.recalled and plan.reasons:
             raise Violation(f"{self.process.name}: {dict(plan.reasons)} by a recalled answer, and no master was asked")
         if plan.blamed:
             self.tell(p.Release(0, peer_down=plan.blamed))
-        return waiting, plan.doubtful
+        return waiting, plan.doubtful | cold_failed
+
+    def _read_cold(self, job: Job, i: int, disk: Disk | None, offset: int, expected: int, deadline: float) -> Steps:
+        """A page from the node's disk, as client/cold_reads.py: into memory of the mover's own, and from there to the engine.
+        Returns why it did not come; "" when it did."""
+        size = job.pool.length
+        pieces: list[bytes] = []
+        for at, end in ((0, size // 2), (size // 2, size)):  # it may be written over in between
+            yield Sleep(self.step_s * self.world.rng.uniform(0.3, 1.7))
+            while disk is not None and disk.hanging and self.world.now < deadline:
+                yield Sleep(min(0.02, deadline - self.world.now))
+            if self.world.now >= deadline:
+                return "deadline"
+            piece = disk.read(offset + at, end - at) if disk is not None else None
+            if piece is None:
+                return "cold_unreadable"
+            pieces.append(piece)
+        body = b"".join(pieces)
+        place = job.places[i]
+        yield from self.copy(size, lambda at, end: place.write(at, body[at:end]))
+        return "" if self.holds(job.pool, job.hashes[i], place.data, expected) else "checksum_cold"
 
     # ------------------------------------------------------------------ store
 

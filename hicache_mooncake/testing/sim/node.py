@@ -11,12 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from hicache_mooncake import protocol as p
-from hicache_mooncake.node.asking import AskMasters
+from hicache_mooncake.cold.index import Key
+from hicache_mooncake.node.asking import AskCold, AskMasters, ColdPlace, LocateCold
 from hicache_mooncake.node.core import NodeCore, Served, Taking
 from hicache_mooncake.node.spill import Give
 from hicache_mooncake.node.store import Store
 
+from .cold import Disk, SimCold
 from .giver import Pushing
 from .link import SimLink
 from .network import Listener, Network, Stream
@@ -45,6 +49,9 @@ class NodeOptions:
     spill: bool = True
     replicate_after: int = 2
     drain_s: float = 3.0
+    cold_pages: int = 0
+    """Of the cold tier; 0: there is none."""
+    cold_after_loads: int = 0
     store: Callable[[dict[str, Any]], Store] = lambda options: Store(**options)
 
 
@@ -106,6 +113,9 @@ class SimNode:
         self.store: Store
         self.segment: Segment
         self.link: SimLink
+        self.disk = Disk(options.cold_pages) if options.cold_pages else None
+        self.cold: SimCold | None = None
+        """Of this life."""
 
     @property
     def alive(self) -> bool:
@@ -127,10 +137,15 @@ class SimNode:
         self.segment = Segment(self.store.allocator.capacity)
         self.core = self._make_core()
         self._owners = itertools.count(1)
+        self.cold_owner = next(self._owners)
         self.connections: dict[int, Connection] = {}
         self.readers: dict[int, Reader] = {}
         self._giving = False
         self._waiting: list[tuple[Connection, p.Locate, float]] = []
+        if self.disk is not None:
+            self.core.keep(self.options.cold_after_loads)
+            self.cold = SimCold(self, self.disk)
+            self.cold.start()
         self.link = SimLink(self)
         self.unix = Listener(self.process, self._accept_client)
         self.data = Listener(self.process, self._accept_reader)
@@ -176,12 +191,16 @@ class SimNode:
             figures["taken"] += self.core.taken
             figures["replicated"] += self.core.replicated
             figures["recalled"] += self.core.recalled
+            figures["promoted"] += self.core.promoted
+            figures["cold written"] += self.cold.written if self.cold is not None else 0
             figures["snapshots"] += self.link.core.counters["snapshots"]
         return figures
 
     def validate(self) -> None:
         if self.world.rng.random() < self.options.validate_share:
             self.core.validate()
+            if self.cold is not None:
+                self.cold.validate()
 
     # ------------------------------------------------------------------ ranks and movers
 
@@ -216,9 +235,9 @@ class SimNode:
         match message:
             case p.Hello():
                 welcome = p.Welcome(p.PROTOCOL_MAX, self.name, self.incarnation, self.store.allocator.capacity)
-                connection.stream.send((welcome, self.segment))
+                connection.stream.send((welcome, self.segment, self.disk))
             case p.Clear():
-                count = self.core.clear(message.namespace, now)
+                count = self.clear(message.namespace)
                 if message.everywhere:
                     self.link.clear_namespace(message.namespace)
                 self.link.notify()
@@ -233,6 +252,12 @@ class SimNode:
                 self.process.later(until - now, self._look_again)
             case _:
                 self._start(connection, message)
+
+    def clear(self, namespace: bytes) -> int:
+        count = self.core.clear(namespace, self.process.now)
+        if self.cold is not None:
+            self.cold.clear(namespace)
+        return count
 
     def _look_again(self) -> None:
         """Pages that some wait for may have come."""
@@ -261,13 +286,34 @@ class SimNode:
             self._answered(connection, message, end.value)
             return
         self.validate()
-        self.link.ask(ask.questions, ask.timeout_s, lambda told: self._step(connection, message, steps, told))
+
+        def go_on(told: Any) -> None:
+            self._step(connection, message, steps, told)
+
+        match ask:
+            case AskMasters():
+                self.link.ask(ask.questions, ask.timeout_s, go_on)
+            case AskCold() | LocateCold():
+                # Without the node's lock: anything may happen before the step goes on.
+                told = self._ask_cold(ask)
+                self.process.later(self.world.rng.uniform(0.0, 0.002), go_on, told)
+            case _:
+                raise AssertionError(ask)
+
+    def _ask_cold(self, ask: AskCold | LocateCold) -> list[bytes] | list[ColdPlace | None]:
+        assert self.cold is not None
+        if isinstance(ask, AskCold):
+            return [self.cold.present(namespace, p.split(hashes)) for namespace, hashes in ask.questions]
+        return self.cold.locate(ask.namespace, p.split(ask.hashes), ask.length)
 
     def _answered(self, connection: Connection, message: p.Message, answer: p.Message | None) -> None:
         if answer is not None:
             connection.stream.send(answer)
         if isinstance(message, p.Commit):
             self._look_again()
+        if isinstance(message, p.Release) and self.cold is not None:
+            for page_hash, offset in message.bad_cold:
+                self.cold.doubt(message.namespace, page_hash, offset)
         if isinstance(message, p.Reserve | p.Commit | p.Release):
             self.link.notify()
         connection.busy = False
@@ -331,26 +377,62 @@ class SimNode:
         owner = next(self._owners)
         served = self.core.fetch(owner, fetch, self.process.now)
         self.validate()
-        stream.send(served.reply)
-        self._send_bodies(stream, owner, served, fetch.length, 0, 0, self.process.now + _SEND_DEADLINE_S)
+        status, sums = bytearray(served.reply.status), list(served.reply.checksum)
+        cold = self._in_cold(fetch, served.reply)
+        for i, place in cold.items():
+            status[i], sums[i] = p.LOCAL, place.checksum
+        reply = msgspec.structs.replace(served.reply, status=bytes(status), checksum=sums)
+        if cold:
+            reply.cold = bytes(i in cold for i in range(len(status)))
+        stream.send(reply)
+        here = iter(served.offsets)
+        hashes = p.split(fetch.hashes)
+        sources: list[int | tuple[Key, ColdPlace]] = [
+            (Key(fetch.namespace, hashes[i]), cold[i]) if i in cold else next(here)
+            for i, each in enumerate(status)
+            if each == p.LOCAL
+        ]
+        self._send_bodies(stream, owner, served, sources, fetch.length, 0, 0, self.process.now + _SEND_DEADLINE_S)
+
+    def _in_cold(self, fetch: p.Fetch, reply: p.FetchReply) -> dict[int, ColdPlace]:
+        missing = [i for i, status in enumerate(reply.status) if status == p.MISS]
+        if self.cold is None or not missing:
+            return {}
+        places = self.cold.locate(fetch.namespace, p.split(p.select_hashes(fetch.hashes, missing)), fetch.length)
+        return {i: place for i, place in zip(missing, places, strict=True) if place is not None}
 
     def _send_bodies(
-        self, stream: Stream, owner: int, served: Served, length: int, done: int, at: int, deadline: float
+        self,
+        stream: Stream,
+        owner: int,
+        served: Served,
+        sources: list[int | tuple[Key, ColdPlace]],
+        length: int,
+        done: int,
+        at: int,
+        deadline: float,
     ) -> None:
         """A piece of a body, read from the segment as it goes out; then the next, a moment later."""
         now = self.process.now
-        if not stream.open or now > deadline or done == len(served.offsets):
+        if not stream.open or now > deadline or done == len(sources):
             if now > deadline:
                 stream.close()
-            self.core.fetched(owner, served, done)
+            self.core.fetched(owner, served, sum(isinstance(source, int) for source in sources[:done]))
             self.validate()
             return
         pause = self.options.step_s * self.world.rng.uniform(0.1, 1.5)
-        if stream.other.unread + len(stream._held) < _WINDOW:
+        source = sources[done]
+        waits = not isinstance(source, int) and self.disk is not None and self.disk.hanging
+        if not waits and stream.other.unread + len(stream._held) < _WINDOW:
+            if isinstance(source, int):
+                body = self.segment.read(source, length)
+            else:
+                assert self.cold is not None
+                body = self.cold.proved(*source, length) or bytes(length)
             end = length if self.world.chance(0.5) else self.world.rng.randrange(at, length) + 1
-            stream.send(Body(at, self.segment.read(served.offsets[done] + at, end - at)), end - at)
+            stream.send(Body(at, body[at:end]), end - at)
             done, at = (done + 1, 0) if end == length else (done, end)
-        self.process.later(pause, self._send_bodies, stream, owner, served, length, done, at, deadline)
+        self.process.later(pause, self._send_bodies, stream, owner, served, sources, length, done, at, deadline)
 
     # ------------------------------------------------------------------ housekeeping
 

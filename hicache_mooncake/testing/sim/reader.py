@@ -54,8 +54,8 @@ class Reading:
         self.reused = False
         self.over = False
         self.heard = False
-        self.held: list[tuple[int, int]] | None = None
-        """(page, checksum) of the bodies that follow, once the reply is there."""
+        self.held: list[tuple[int, int, bool]] | None = None
+        """(page, checksum, is it from a disk) of the bodies that follow, once the reply is there."""
         self.arrived = 0
 
 
@@ -183,9 +183,10 @@ class Reader:
                 if not len(what.status) == len(what.checksum) == len(ask.pages):
                     raise Violation(f"{what.node} answers {len(what.status)} of {len(ask.pages)} pages")
                 reading.held = []
-                for page, status, checksum in zip(ask.pages, what.status, what.checksum, strict=True):
+                disk = what.cold or bytes(len(ask.pages))
+                for page, status, checksum, cold in zip(ask.pages, what.status, what.checksum, disk, strict=True):
                     if status == p.LOCAL:
-                        reading.held.append((page, checksum))
+                        reading.held.append((page, checksum, bool(cold)))
                     else:
                         plan.missed(ask, page, "wrong_length" if status == p.WRONG_LENGTH else "gone_remote")
             case Body() if reading.held is not None and reading.arrived < len(reading.held):
@@ -203,7 +204,7 @@ class Reader:
         self, job: Job, plan: FetchPlan, reading: Reading, body: Body, landing: Landing, outcome: Outcome
     ) -> Generator[Any, Any, None]:
         assert reading.held is not None
-        page, checksum = reading.held[reading.arrived]
+        page, checksum, cold = reading.held[reading.arrived]
         place = job.places[page]
         through_segment = page in landing.offsets
         if through_segment:
@@ -224,7 +225,7 @@ class Reader:
                 landing.checksums[page] = checksum
             plan.arrived(reading.ask, page)
         else:
-            plan.missed(reading.ask, page, "checksum_remote", blame=True)
+            plan.missed(reading.ask, page, "checksum_cold" if cold else "checksum_remote", blame=not cold)
 
     # ------------------------------------------------------------------ ends
 
