@@ -89,9 +89,10 @@ def test_an_index_whose_disk_hangs_is_waited_for_by_few(tmp_path: Path, monkeypa
     assert asked.wait(20)
     at_once(lambda: tier.present(NS, page))
     assert tier.locate(NS, page, PAGE) == [None]
-    assert "the index has not been read" in str(tier.report()["cold_problem"])
+    assert "the index cannot be read" in str(tier.report()["cold_problem"])
     comes_back.set()
     first.join(20)
+    assert tier.report()["cold_problem"] == ""
     assert tier.present(NS, page) == b"\x01"
     tier.close()
 

@@ -19,14 +19,22 @@ class Patience:
         self._since: dict[int, float] = {}
         """In the order in which they began."""
 
+    @property
+    def over(self) -> bool:
+        """Does a call hang?"""
+        with self._lock:
+            return self._hangs(time.monotonic())
+
+    def _hangs(self, now: float) -> bool:
+        return now - next(iter(self._since.values()), now) > self._most_s
+
     @contextlib.contextmanager
     def call(self) -> Iterator[bool]:
         """Around a call. False: leave it."""
         now = time.monotonic()
         with self._lock:
-            oldest = next(iter(self._since.values()), now)
             number = next(self._numbers)
-            if may := now - oldest <= self._most_s:
+            if may := not self._hangs(now):
                 self._since[number] = now
         try:
             yield may

@@ -42,6 +42,7 @@ _KEEP_S = 5.0
 _CLOSE_S = 5.0
 _PATIENCE_S = 0.5
 """With the index, of which a part may have to come from the disk: what is in DRAM must not wait behind it for long."""
+_INDEX_HANGS = "the index cannot be read: meanwhile nothing is found here. Look at the disk (dmesg)"
 _KEEP_AFTER = 2
 _LOOK_EVERY_S = 60.0
 _MAX_CLEARED = 4096
@@ -274,10 +275,7 @@ class ColdTier:
             self._fail("reading the index", error)
             return [None] * len(hashes)
         if found is None:
-            text = (
-                f"the index has not been read for {_PATIENCE_S:g} s: meanwhile nothing is found here. Look at the disk (dmesg)"
-            )
-            self._problem("hangs", text)
+            self._quiet(logging.ERROR, "hangs", f"cold tier {self.path}: {_INDEX_HANGS}")
             return [None] * len(hashes)
         # Of a filling that is over, or past what was written: the index is right about neither when a disk was not.
         holds = self._layout.holds
@@ -584,7 +582,7 @@ class ColdTier:
             "cold_capacity_bytes": self._layout.segments * self._layout.segment_bytes,
             "cold_index_bytes": index_bytes,
             "cold_direct": self.direct,
-            "cold_problem": self.problem,
+            "cold_problem": _INDEX_HANGS if self._patience.over else self.problem,
             "cold_stuck_reads": self.reader.stuck,
             "cold_write_amplification": round(written / counts.written_bytes, 3) if counts.written_bytes else 1.0,
             **{f"cold_{name}": value for name, value in dataclasses.asdict(counts).items()},
