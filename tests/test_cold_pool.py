@@ -147,10 +147,10 @@ def test_a_damaged_page_is_a_miss_and_blames_nobody(two_hosts: tuple[FakeRank, F
             file.write(b"\xa5\x5a")
     here, reasons = load_all(other, pages)
     assert here < cold
-    assert set(reasons) <= {"checksum_cold", "absent", "gone_remote"}
+    assert set(reasons) <= {"checksum_cold", "absent", "gone_remote", "master_warming"}
     assert reasons["checksum_cold"]
     there, reasons = load_all(writer, pages)
-    assert set(reasons) <= {"checksum_cold", "absent"}
+    assert set(reasons) <= {"checksum_cold", "absent", "master_warming"}
     assert there >= here
     wait_until(lambda: int(report_of(writer)["cold_damaged"]) >= 100, 30, "the damaged ones are forgotten")
     assert found(writer, pages) < cold

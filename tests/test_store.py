@@ -254,7 +254,7 @@ def test_room_for_what_comes_back_from_a_disk_costs_only_what_is_there_too() -> 
     for name in "abcd":
         store_all(store, keys(name))
     store.keep(NS, [keys("a")])
-    store.evict_kept(PAGE, 3)
+    assert store.evict_kept(PAGE, 3) == 1
     assert present(store, *"abcd") == [0, 1, 1, 1]
     txn, column, room = store.claim(1, NS, keys("x", "y", "z"), PAGE, 0.0, rank=OWN, evict=False)
     assert (column, len(room)) == (bytes([FETCH, REMOTE, REMOTE]), 1)

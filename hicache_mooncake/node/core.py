@@ -347,8 +347,10 @@ class NodeCore:
         often = [i for i, place in cold.items() if status[i] == p.READ and (place.often or message.shared)]
         if not often or self.draining or self._cleared_lately(message.namespace, now):
             return 0, []
+        often = often[: self.store.evict_kept(message.length, len(often))]
+        if not often:
+            return 0, []
         hashes = p.select_hashes(message.hashes, often)
-        self.store.evict_kept(message.length, len(often))
         txn, column, room = self.store.claim(
             owner, message.namespace, hashes, message.length, now, message.group, message.hashes, rank=OWN, evict=False
         )

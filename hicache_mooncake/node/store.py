@@ -628,11 +628,14 @@ class Store:
             swept += len(pages)
         return swept
 
-    def evict_kept(self, length: int, count: int) -> None:
-        """Make room for so many bodies, as far as pages go for it that are in the cold tier."""
-        while (missing := blocks_of(length) * count - (self.allocator.capacity - self.allocator.used)) > 0:
+    def evict_kept(self, length: int, count: int) -> int:
+        """Make room for so many bodies below the high watermark, as far as pages go for it that are in the cold tier. Returns
+        for how many there is room now."""
+        size = blocks_of(length)
+        while (missing := size * count - (self.high_bytes - self.allocator.used)) > 0:
             if not self._evict_first(_EVICTED_AT_ONCE, missing, kept_only=True):
-                return
+                break
+        return min(count, max(0, self.high_bytes - self.allocator.used) // size)
 
     def evict_to_low(self, limit: int = 256, *, kept_only: bool = False) -> int:
         """Background eviction above the high watermark, at most `limit` objects a call. Returns how many went. `kept_only`:
