@@ -572,7 +572,7 @@ def test_heads_come_from_another_host(
         writer.write(page, 1, head_body(page, 1))
     assert writer.transfer("store", 1) == b"\x01" * Rank.PAGES
     reader.engine.memory.view[:] = b"\xaa" * reader.engine.length
-    wait_until(lambda: reader.transfer("load", 30) == b"\x01" * Rank.PAGES, 20, "the pages are found on the other node")
+    wait_until(lambda: reader.transfer("load", 1) == b"\x01" * Rank.PAGES, 20, "the pages are found on the other node")
     for page in range(Rank.PAGES):
         assert reader.read(page, 1) == head_body(page, 1)
         assert reader.read(page, 0) == b"\xaa" * (2 * Rank.ROWS * 256)
