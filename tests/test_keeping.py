@@ -55,6 +55,13 @@ def numbers_of(batch: Batch) -> list[int]:
     return [part.checksum for part in batch.parts]
 
 
+def test_pages_of_a_small_tier_do_not_push_each_other_out() -> None:
+    shelf = Shelf()
+    shelf.keeping = Keeping(shelf.store, tier_bytes=8 * PAGE)
+    shelf.put(*range(CAPACITY))
+    assert len(shelf.written()) == 2
+
+
 def test_nothing_is_written_while_there_is_room() -> None:
     shelf = Shelf()
     shelf.put(*range(CAPACITY // 2))

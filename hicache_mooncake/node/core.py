@@ -550,9 +550,9 @@ class NodeCore:
         written_first = self.keeping is not None and self.keeping.able and self.store.used_bytes < self._brim_bytes
         return swept + self.store.evict_to_low(_EVICT_SLICE, kept_only=written_first)
 
-    def keep(self, after_loads: int) -> Keeping:
-        """There is a cold tier from here on. To be called once, before anything else."""
-        self.keeping = Keeping(self.store, after_loads)
+    def keep(self, after_loads: int, tier_bytes: int = 0) -> Keeping:
+        """There is a cold tier of this size from here on. To be called once, before anything else."""
+        self.keeping = Keeping(self.store, after_loads, tier_bytes)
         return self.keeping
 
     def gone_cold(self, pages: Sequence[tuple[bytes, bytes]]) -> None:

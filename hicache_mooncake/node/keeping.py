@@ -19,6 +19,8 @@ BATCH_BYTES = 32 << 20
 BATCH_PAGES = 512
 _AHEAD_SHARE = 8
 """This part of the segment, the one that goes first, is to be on the disk."""
+_TIER_SHARE = 4
+"""And no more than this part of the tier."""
 _AHEAD_PAGES = 4096
 """As many as are looked at under the node's lock."""
 _BATCH_SHARE = 8
@@ -44,9 +46,9 @@ class Keeping:
     """Not thread-safe: every call runs under the node's lock. `owner` is the writer's, and has one batch at a time.
 
     `after_loads`: a page that was loaded so often within a minute is written as well, long before its eviction, so that it is
-    there after a crash; 0: never."""
+    there after a crash; 0: never. `tier_bytes`: what the tier holds; 0: more than enough."""
 
-    def __init__(self, store: Store, after_loads: int = 0) -> None:
+    def __init__(self, store: Store, after_loads: int = 0, tier_bytes: int = 0) -> None:
         store.keeping = True
         self.kept = 0
         """Pages written since start."""
@@ -57,6 +59,8 @@ class Keeping:
         self._to_save: deque[LogicalPage] | None = None
         capacity = store.allocator.capacity
         self._ahead_bytes = capacity // _AHEAD_SHARE
+        if tier_bytes:  # else pages would push each other out of a small one, and be written again and again
+            self._ahead_bytes = min(self._ahead_bytes, tier_bytes // _TIER_SHARE)
         self._batch_bytes = min(BATCH_BYTES, capacity // _BATCH_SHARE)
         self.able = False
         """The tier takes pages: none needs to be evicted that is not there yet."""
@@ -111,7 +115,7 @@ class Keeping:
             if not page.kept and page.in_use:
                 continue
             held = page.held
-            left -= held.length if isinstance(held, Entry) else _size(page)
+            left -= blocks_of(held.length) if isinstance(held, Entry) else _size(page)
             if left < 0:
                 return
             if not page.kept:

@@ -263,7 +263,7 @@ class Node:
             )
         except ColdError as error:
             raise NodeError(str(error)) from error
-        keeping = self.core.keep(settings.cold_after_loads)
+        keeping = self.core.keep(settings.cold_after_loads, settings.cold_bytes)
         tier, writer = self.cold, ColdWriter(self, self.cold, keeping)
         self.cold_writer = writer
         self._cleanup.callback(lambda: None if writer.hangs else tier.close())

@@ -15,6 +15,7 @@ import msgspec
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.cold.index import Key
+from hicache_mooncake.node.allocator import GRANULE
 from hicache_mooncake.node.asking import AskCold, AskMasters, ColdPlace, LocateCold
 from hicache_mooncake.node.core import NodeCore, Served, Taking
 from hicache_mooncake.node.spill import Give
@@ -143,7 +144,7 @@ class SimNode:
         self._giving = False
         self._waiting: list[tuple[Connection, p.Locate, float]] = []
         if self.disk is not None:
-            self.core.keep(self.options.cold_after_loads)
+            self.core.keep(self.options.cold_after_loads, self.disk.slots * GRANULE)
             self.cold = SimCold(self, self.disk)
             self.cold.start()
         self.link = SimLink(self)
