@@ -20,6 +20,8 @@ except the integers of a column.
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Iterable
 
 import msgspec
@@ -31,6 +33,7 @@ FETCH_VERSION = 1
 
 HASH_BYTES = 32
 """Length of a page hash (SHA-256) on every wire."""
+_CUT_AT_ONCE = 128
 NAMESPACE_BYTES = 16
 MAX_KEYS_PER_MESSAGE = 131_072
 MAX_NAMESPACES_PER_MESSAGE = 256
@@ -720,7 +723,16 @@ def negotiate(their_min: int, their_max: int) -> int | None:
 
 def split(hashes: bytes) -> list[bytes]:
     """The hashes of a blob."""
-    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+    each: list[bytes] = []
+    for at in range(0, len(hashes), _CUT_AT_ONCE * HASH_BYTES):
+        each += _cutter(min(_CUT_AT_ONCE, (len(hashes) - at) // HASH_BYTES)).unpack_from(hashes, at)
+    return each
+
+
+@functools.cache
+def _cutter(count: int) -> struct.Struct:
+    """Cuts so many hashes in a fraction of the time that a slice of each takes."""
+    return struct.Struct(f"{HASH_BYTES}s" * count)
 
 
 def select_hashes(hashes: bytes, which: Iterable[int]) -> bytes:

@@ -266,7 +266,7 @@ class NodeCore:
         reason = ""
         recalled = False
         missing = [i for i, s in enumerate(status) if s == p.MISS]
-        if self.keeping is not None:
+        if self.keeping is not None and self.keeping.counts_loads:
             local = [i for i, s in enumerate(status) if s == p.LOCAL]
             self.keeping.loaded(namespace, (message.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES] for i in local), now)
         cold: dict[int, ColdPlace] = {}

@@ -54,7 +54,8 @@ class Keeping:
         """Pages written since start."""
         self._store = store
         self._heat = Heat(after_loads)
-        self._after_loads = after_loads
+        self.counts_loads = after_loads > 0
+        """Does `loaded` want to hear of them?"""
         self._wanted: deque[LogicalPage] = deque(maxlen=_MAX_WANTED)
         self._to_save: deque[LogicalPage] | None = None
         capacity = store.allocator.capacity
@@ -67,7 +68,7 @@ class Keeping:
 
     def loaded(self, namespace: bytes, hashes: Iterable[bytes], now: float) -> None:
         """These were loaded from DRAM."""
-        if self._after_loads:
+        if self.counts_loads:
             for page_hash in hashes:
                 if self._heat.fetched(namespace, page_hash, now):
                     page = self._store.page(namespace, page_hash)

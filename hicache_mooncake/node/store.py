@@ -17,9 +17,7 @@ Owners are connections. Whatever an owner holds (pins, reservations) ends with `
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-import struct
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -28,13 +26,12 @@ import msgspec
 
 from hicache_mooncake.node.allocator import GRANULE, Allocator, blocks_of
 from hicache_mooncake.node.policy import DEFAULT_POLICY, Evictable, Lru, Policy, make_policy
-from hicache_mooncake.protocol import FETCH, HASH_BYTES, HAVE, LOCAL, REMOTE, WAIT, WRITE, WRONG_LENGTH
+from hicache_mooncake.protocol import FETCH, HASH_BYTES, HAVE, LOCAL, REMOTE, WAIT, WRITE, WRONG_LENGTH, split
 
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
 _SCANNED_FOR_WINDOWS = (2048, 8192)
 _WINDOWS_AT_ONCE = 32
 _EVICTED_AT_ONCE = 256
-_CUT_AT_ONCE = 128
 
 OWN, GUEST, REPLICA = 0, 1, 2
 """What a page is to this node: its own; given away by another node and evicted before the own ones; a copy of what other nodes
@@ -282,7 +279,7 @@ class Store:
         self.stats.lookup_keys += count
         if home is None:
             return bytes(count)
-        found = list(map(home.pages.get, _split(hashes)))
+        found = list(map(home.pages.get, split(hashes)))
         if None not in found:
             column = b"\x01" * count
             here = found
@@ -315,7 +312,7 @@ class Store:
         pages: list[LogicalPage] = []
         budget = int(self.allocator.capacity * self.max_pinned_share * pinned_share)
         pinned_bytes = self.pinned_bytes
-        found = map(home.pages.get, _split(hashes)) if home is not None else ()
+        found = map(home.pages.get, split(hashes)) if home is not None else ()
         for i, page in enumerate(found):
             if page is None:
                 continue
@@ -391,7 +388,7 @@ class Store:
         home = self._index.get(namespace)
         count = len(hashes) // HASH_BYTES
         status, where = bytearray(count), [0] * count
-        each = _split(hashes)
+        each = split(hashes)
         found = [None] * count if home is None else list(map(home.pages.get, each))
         present: list[LogicalPage] = []
         parts: list[Entry] = []
@@ -458,7 +455,7 @@ class Store:
         `claim_seconds`: the reader is frozen.
         """
         count = len(hashes) // HASH_BYTES
-        each = _split(hashes)
+        each = split(hashes)
         first = {page_hash: i for i, page_hash in reversed(list(enumerate(each)))}
         free = [
             i for i, page_hash in enumerate(each) if first[page_hash] == i and not self._is_claimed(namespace, page_hash, now)
@@ -479,7 +476,7 @@ class Store:
         """Is any of these pages being fetched for all?"""
         if not self._claims:
             return False
-        return any(self._is_claimed(namespace, page_hash, now) for page_hash in _split(hashes))
+        return any(self._is_claimed(namespace, page_hash, now) for page_hash in split(hashes))
 
     def _is_claimed(self, namespace: bytes, page_hash: bytes, now: float) -> bool:
         claim = self._claims.get((namespace, page_hash))
@@ -596,7 +593,7 @@ class Store:
         """Forget objects whose bytes are not what they should be, and the other parts of their pages. Returns how many
         objects went."""
         dropped = 0
-        for page_hash in _split(hashes):
+        for page_hash in split(hashes):
             home = self._index.get(namespace)
             page = home.pages.get(page_hash) if home is not None else None
             if page is not None:
@@ -930,7 +927,7 @@ class Store:
         last. It says nothing of anybody asking for them once more."""
         home = self._index.get(namespace)
         if home is not None:
-            found = map(home.pages.get, _split(hashes))
+            found = map(home.pages.get, split(hashes))
             self._touched([page for page in found if page is not None], arranged=True)
 
     def _touched(self, pages: Sequence[LogicalPage], *, arranged: bool = False) -> None:
@@ -1104,19 +1101,6 @@ class Store:
         blocks = [(entry.offset, entry.length) for entry in by_id.values()]
         blocks += [(offset, held.length) for held in self._reservations.values() for offset in held.offsets]
         self.allocator.validate([*blocks, *self._lent.items()])
-
-
-def _split(hashes: bytes) -> list[bytes]:
-    each: list[bytes] = []
-    for at in range(0, len(hashes), _CUT_AT_ONCE * HASH_BYTES):
-        each += _cutter(min(_CUT_AT_ONCE, (len(hashes) - at) // HASH_BYTES)).unpack_from(hashes, at)
-    return each
-
-
-@functools.cache
-def _cutter(count: int) -> struct.Struct:
-    """Cuts so many hashes in a fraction of the time that a slice of each takes."""
-    return struct.Struct(f"{HASH_BYTES}s" * count)
 
 
 def _those(last: dict[bytes, dict[bytes, bool]], added: bool) -> list[tuple[bytes, bytes]]:
