@@ -31,8 +31,8 @@ from hicache_mooncake.node.keeping import BATCH_BYTES
 from hicache_mooncake.testing.sglang_cpu.servers import cpu_environment
 
 _ROUNDS = 2
-"""For each one elsewhere: the same fio twice in a row differs by a factor of three on a cloud disk. Each round reads pages of its
-own, and all of them are written first."""
+"""For each one elsewhere: the same fio twice in a row differs by a factor of three on a cloud disk. Each round reads pages of
+its own, and all of them are written first."""
 _UNKEPT_SHARE = 0.85
 """Of DRAM: what need not be on the disk when the writer has caught up."""
 _PARTS = 32
