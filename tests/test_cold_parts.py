@@ -11,16 +11,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_mooncake.cold import reading
 from hicache_mooncake.cold.asked import Asked
+from hicache_mooncake.cold.index import Index, Key, Place
 from hicache_mooncake.cold.layout import BLOCK, Layout, Segment, blocks
 from hicache_mooncake.cold.pages_file import PagesFile
 from hicache_mooncake.cold.reading import READ_BYTES, Reader
-from tests.cold import hashes
+from tests.cold import MIB, NS, OTHER, hashes
 from tests.conftest import wait_until
 
 # --------------------------------------------------------------------------- Layout
@@ -60,6 +62,10 @@ def test_no_two_bodies_ever_lie_on_one_another(count: int, steps: list[int | str
                 assert layout.holds(at, size, filling)
                 assert not layout.holds(at, size, filling + 1)
     assert fillings == sorted(fillings), "one number is never given twice"
+    offsets, lengths = [*range(0, count * _SEGMENT + 2, BLOCK), 1, _SEGMENT - 1, 1 << 63], (0, 1, BLOCK, _SEGMENT)
+    asked = list(itertools.product(offsets, lengths, range(max(0, len(fillings) - count), len(fillings) + 2)))
+    columns = [np.array(column, kind) for column, kind in zip(zip(*asked, strict=True), ("u8", "u4", "u4"), strict=True)]
+    assert layout.holds_each(*columns).tolist() == [layout.holds(*each) for each in asked]
 
 
 def _append(layout: Layout, length: int, lying: dict[int, dict[int, int]], fillings: list[int]) -> None:
@@ -342,3 +348,42 @@ def test_a_reader_that_is_closed_gives_nothing_and_raises_nothing(reader: Reader
     reader.close()
     assert len(list(under_way)) == len(_PLACES) - 1
     assert not any(read(reader, _PLACES, soon()))
+
+
+# --------------------------------------------------------------------------- Index
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 7, 1000])
+def test_all_records_are_read_in_parts_of_any_size(tmp_path: Path, at_once: int) -> None:
+    index = Index(tmp_path, 16 * MIB)
+    there: dict[Key, Place] = {}
+    for filling, namespace in enumerate((NS, OTHER, b"c" * 16), 1):
+        number = index.id_of(namespace)
+        pages = [(number, each, Place(at * BLOCK, filling, 1 + at, 1 << 63, at)) for at, each in enumerate(hashes(40))]
+        index.put(Segment(filling, filling, BLOCK), pages)
+        there |= {Key(namespace, each): place for _, each, place in pages}
+    index.forget(OTHER)
+    read = [each for part in index.entries(at_once) for each in part]
+    assert len(read) == 80
+    assert dict(read) == {key: place for key, place in there.items() if key.namespace != OTHER}
+    index.close()
+
+
+def test_records_that_come_and_go_between_two_parts_are_no_harm(tmp_path: Path) -> None:
+    """The key after which the next part begins may be gone by then."""
+    index = Index(tmp_path, 16 * MIB)
+    number, pages = index.id_of(NS), sorted(hashes(60))
+
+    def put(filling: int, some: Sequence[bytes]) -> None:
+        index.put(Segment(filling, filling, BLOCK), [(number, each, Place(0, filling, 1, 7, 7)) for each in some])
+
+    put(1, pages[:40:2])
+    put(2, pages[1:40:2])
+    parts = index.entries(7)
+    read = [key.hash for key, _ in next(parts)]
+    assert read == pages[:7]
+    index.empty(Segment(1, 1, BLOCK))
+    put(3, pages[40:])
+    read += [key.hash for part in parts for key, _ in part]
+    assert read == [*pages[:7], *pages[7:40:2], *pages[40:]]
+    index.close()

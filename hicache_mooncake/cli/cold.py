@@ -49,10 +49,10 @@ def stat(directory: Path, *, as_json: bool) -> int:
     path = _existing(directory)
     with _looked_at(path) as index:
         namespaces: dict[bytes, tuple[int, int]] = {}
-        for part in index.entries():
-            for key, place in part:
-                pages, size = namespaces.get(key.namespace, (0, 0))
-                namespaces[key.namespace] = pages + 1, size + place.length
+        for part in index.records():
+            for namespace, rows in part:
+                pages, size = namespaces.get(namespace, (0, 0))
+                namespaces[namespace] = pages + len(rows), size + int(rows["length"].sum(dtype="u8"))
         segments = index.segments()
         report: dict[str, object] = {
             "path": str(path),

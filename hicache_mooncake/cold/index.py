@@ -18,15 +18,17 @@ meta      what cannot change while there are pages
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import struct
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lmdb
+import numpy as np
 
 from hicache_mooncake.cold.layout import Segment
 from hicache_mooncake.protocol import HASH_BYTES, NAMESPACE_BYTES
@@ -37,6 +39,19 @@ _NUMBER = struct.Struct(">I")
 """Big-endian, so that keys are in the order of their numbers."""
 _PAIR = struct.Struct(">II")
 _KEY_BYTES = _NUMBER.size + HASH_BYTES
+RECORD = np.dtype(
+    [
+        ("number", ">u4"),
+        ("hash", "V32"),
+        ("offset", "<u8"),
+        ("filling", "<u4"),
+        ("length", "<u4"),
+        ("checksum", "<u8"),
+        ("written_at", "<u4"),
+    ]
+)
+"""A key of `pages` and what is under it, one behind the other."""
+Records = np.ndarray[Any, np.dtype[Any]]
 _MAX_READERS = 2048
 _BYTES_A_PAGE = 200
 """At the most: leaves of the tree are half full at the worst, and `written` has the key once more."""
@@ -172,30 +187,37 @@ class Index:
     def namespaces(self) -> list[bytes]:
         return list(self._ids)
 
-    def entries(self, keys_at_once: int = _SNAPSHOT_KEYS) -> Iterator[list[tuple[Key, Place]]]:
-        """Every page of every namespace that was not cleared, in parts. Each part is as of its own moment."""
+    def records(self, keys_at_once: int = _SNAPSHOT_KEYS) -> Iterator[list[tuple[bytes, Records]]]:
+        """Every page of every namespace that was not cleared, in parts, by namespace, as arrays of RECORD. Each part is as of
+        its own moment, and read by a transaction of its own."""
         after = b""
         while True:
-            part: list[tuple[Key, Place]] = []
             with self._begin(self._pages) as txn:
                 cursor = txn.cursor()
                 found = cursor.set_range(after) if after else cursor.first()
-                seen = 0
-                for raw, value in cursor if found else ():
-                    key = bytes(raw)
-                    if key == after:
-                        continue
-                    seen += 1
-                    after = key
-                    named = self._key(key)
-                    if named is not None:
-                        part.append((named, Place(*_PLACE.unpack(value))))
-                    if seen == keys_at_once:
-                        break
+                if found and cursor.key() == after:
+                    found = cursor.next()
+                there = cast("Iterable[tuple[bytes, bytes]]", cursor if found else ())
+                raw = list(itertools.chain.from_iterable(itertools.islice(there, keys_at_once)))
+                if not set(map(len, raw[::2])) <= {_KEY_BYTES} or not set(map(len, raw[1::2])) <= {_PLACE.size}:
+                    raise struct.error("of another length")
+                if raw and raw[-2] <= after:
+                    raise lmdb.CorruptedError("the index is not in order")
+            if not raw:
+                return
+            after = raw[-2]
+            rows = np.frombuffer(b"".join(raw), RECORD)
+            numbers, first = np.unique(rows["number"], return_index=True)
+            names = map(self._namespaces.get, numbers.tolist())
+            spans = itertools.pairwise([*first.tolist(), len(rows)])
+            part = [(name, rows[at:end]) for name, (at, end) in zip(names, spans, strict=True) if name is not None]
             if part:
                 yield part
-            if seen < keys_at_once:
-                return
+
+    def entries(self, keys_at_once: int = _SNAPSHOT_KEYS) -> Iterator[list[tuple[Key, Place]]]:
+        """The same as objects, which takes ten times as long."""
+        for part in self.records(keys_at_once):
+            yield [(Key(namespace, row[1]), Place(*row[2:])) for namespace, rows in part for row in rows.tolist()]
 
     def written(self, filling: int) -> list[tuple[int, Key]]:
         """What was written in this filling, as far as it can still be named, with the ids that namespaces have."""
@@ -442,3 +464,4 @@ def _size(path: Path) -> int:
 
 
 assert NAMESPACE_BYTES == 16
+assert RECORD.itemsize == _KEY_BYTES + _PLACE.size

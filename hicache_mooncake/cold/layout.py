@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 BLOCK = 4096
 """Bodies begin at multiples of it, and take whole ones: as direct I/O wants it, and as they lie in DRAM."""
@@ -19,6 +22,8 @@ LEAST_SEGMENTS = 8
 """Emptying one must not cost much of what there is."""
 LEAST_BYTES = 64 << 20
 _KEPT_SHARE = 0.5
+Numbers = np.ndarray[Any, np.dtype[Any]]
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 _GROWN = 16
 
 
@@ -148,3 +153,15 @@ class Layout:
             and at + length <= segment.used
             and at % BLOCK == 0
         )
+
+    def holds_each(self, offsets: Numbers, lengths: Numbers, fillings: Numbers) -> Mask:
+        """`holds` of many bodies. May be called beside a writer."""
+        used: Numbers = np.zeros(self.segments + 1, np.uint64)
+        filling: Numbers = np.zeros(self.segments + 1, np.uint32)
+        for segment in list(self._filled.values()):
+            used[segment.number], filling[segment.number] = segment.used, segment.filling
+        number, at = np.divmod(offsets, np.uint64(self.segment_bytes))
+        number = np.minimum(number, np.uint64(self.segments))  # of a segment that there is not: filling 0
+        inside = (lengths > 0) & (at + lengths <= used[number]) & (at % np.uint64(BLOCK) == 0)
+        good: Mask = inside & (filling[number] == fillings)
+        return good

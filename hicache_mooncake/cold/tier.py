@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
+import numpy as np
 import xxhash
 
 from hicache_mooncake.cold import directory as places
 from hicache_mooncake.cold.asked import Asked
-from hicache_mooncake.cold.index import DAMAGE, Index, Key, Place, map_bytes_for
-from hicache_mooncake.cold.layout import Layout, Segment, blocks, segment_bytes_for, suits
+from hicache_mooncake.cold.index import DAMAGE, Index, Key, Place, Records, map_bytes_for
+from hicache_mooncake.cold.layout import Layout, Mask, Segment, blocks, segment_bytes_for, suits
 from hicache_mooncake.cold.pages_file import ColdError, PagesFile
 from hicache_mooncake.cold.patience import Patience
 from hicache_mooncake.cold.reading import Bodies, Reader
@@ -110,6 +111,8 @@ class ColdTier:
         self._gone: deque[Key] = deque(maxlen=MAX_CHANGES)
         self.clears = 0
         """How many there were: a batch to be written begins by noting it."""
+        self.life = 1
+        """Another one, when all that was here is lost. Nothing of that is in `take_gone`."""
         self._cleared: OrderedDict[bytes, int] = OrderedDict()
         """Namespaces cleared lately: the how manieth clear it was."""
         self._bad: dict[Key, Place] = {}
@@ -535,6 +538,8 @@ class ColdTier:
             self._sound = True
             self._bad.clear()
             with self._noting:
+                self.life += 1
+                self._gone.clear()
                 self._changes.clear()
                 self.changes_lost = True
 
@@ -555,13 +560,20 @@ class ColdTier:
         """As `Store.snapshot_parts`. Needs no lock; ends early when the index cannot be read."""
         self.changes_lost = False
         with self._guarded("reading the index"):
-            for part in self._index.entries():
-                holds = self._layout.holds
-                yield by_namespace(
-                    key
-                    for key, place in part
-                    if holds(place.offset, place.length, place.filling) and self._bad.get(key) != place
-                )
+            for part in self._index.records():
+                told = [(namespace, rows["hash"][self._to_be_told(namespace, rows)].tobytes()) for namespace, rows in part]
+                yield [(namespace, blob) for namespace, blob in told if blob]
+
+    def _to_be_told(self, namespace: bytes, rows: Records) -> Mask:
+        """As `_find`: not those of a filling that is over, nor the damaged ones."""
+        good = self._layout.holds_each(rows["offset"], rows["length"], rows["filling"])
+        bad = {key: place for key, place in list(self._bad.items()) if key.namespace == namespace}
+        if bad:
+            suspects = np.isin(rows["offset"], np.fromiter((place.offset for place in bad.values()), np.uint64))
+            for at in np.flatnonzero(suspects):
+                _, page_hash, *place = rows[at].tolist()
+                good[at] &= bad.get(Key(namespace, page_hash)) != Place(*place)
+        return good
 
     def take_gone(self) -> list[Key]:
         """What has left since the last call."""
