@@ -500,6 +500,7 @@ def test_an_index_that_says_it_is_damaged_is_put_aside_and_the_tier_begins_empty
     tried_again(tier)
     assert store(tier, pages[:2], PAGE) == [True] * 2
     assert tier.changes_lost
+    assert tier.life == 2, "what DRAM has is to be written again"
     assert announced(tier) == {(NS, each) for each in pages[:2]}
     assert load(tier, pages, PAGE) == [True] * 2 + [False] * 6
     assert (tier.path / "index.damaged" / "data.mdb").exists()

@@ -16,9 +16,8 @@ from hicache_mooncake.cold.tier import Body, ColdTier
 from hicache_mooncake.config import Settings
 from hicache_mooncake.node import cold_writer, service
 from hicache_mooncake.node.cold_writer import ColdWriter
-from hicache_mooncake.node.keeping import Keeping
-from hicache_mooncake.node.store import Store
 from tests.conftest import wait_until
+from tests.test_node_core import make_core
 
 NS = b"n" * 16
 LENGTH = 4096
@@ -31,7 +30,10 @@ class Tier:
 
     def __init__(self) -> None:
         self.clears = 0
+        self.life = 1
         self.takes: Callable[[], bool] = lambda: True
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What becomes of the tier before it writes."""
         self.batches = 0
         self.written: list[bytes] = []
 
@@ -39,13 +41,19 @@ class Tier:
         return True
 
     def here(self, bodies: Sequence[tuple[Key, int]]) -> list[bool]:
-        return [False] * len(bodies)
+        return [key.hash in self.written for key, _ in bodies]
 
     def write(self, bodies: Sequence[Body], since: int) -> list[bool]:
         self.batches += 1
+        self.meanwhile()
         done = [self.takes() for _ in bodies]
         self.written += [body.key.hash for body, took in zip(bodies, done, strict=True) if took]
         return done
+
+    def lost(self) -> None:
+        """Its index was damaged: it begins anew."""
+        self.life += 1
+        self.written.clear()
 
     def take_gone(self) -> list[Key]:
         return []
@@ -56,12 +64,12 @@ class Tier:
 
 class Node:
     def __init__(self) -> None:
-        self.store = Store(256 * LENGTH)
-        self.keeping = Keeping(self.store)
+        self.core = make_core(256)
+        self.store = self.core.store
+        self.keeping = self.core.keep(0)
         self.lock = threading.Lock()
         self.segment = SimpleNamespace(view=memoryview(bytearray(256 * LENGTH)))
         self.tier = Tier()
-        self.core = SimpleNamespace(gone_cold=self.keeping.gone)
         self.writer = ColdWriter(self, cast("ColdTier", self.tier), self.keeping)  # type: ignore[arg-type]
 
     def new_owner(self) -> int:
@@ -129,6 +137,31 @@ def test_a_second_signal_ends_a_save_whose_disk_hangs(node: Node) -> None:
     assert node.writer.save(lambda: node.tier.batches > 0) == (0, 0)
     comes_back.set()
     wait_until(lambda: not node.writer.hangs, 30, "it has ended")
+
+
+def test_what_a_tier_has_lost_is_written_again(node: Node) -> None:
+    """Its index was damaged, and it began anew: pages in DRAM that it had would be evicted as if it still had them."""
+    assert node.writer._look() == 0.0
+    first = list(node.tier.written)
+    assert first
+    assert node.writer._look() > 0.0, "what goes first is there"
+
+    node.tier.lost()
+    node.writer._swept_at = 0.0
+    while not node.writer._look():
+        pass
+    assert node.tier.written == first
+
+
+def test_what_a_tier_has_lost_between_a_look_and_a_write_is_not_taken_for_there(node: Node) -> None:
+    there = [page.hash for page in node.store.coldest(3)]
+    node.tier.written += there
+    node.tier.meanwhile = node.tier.lost
+    node.writer._look()
+    kept = {page.hash for page in node.store.coldest(PAGES) if node.store.is_kept(page)}
+    assert kept == set(node.tier.written)
+    assert kept
+    assert not kept & set(there)
 
 
 def test_all_that_is_in_dram_is_saved(node: Node) -> None:

@@ -265,7 +265,7 @@ def test_a_page_that_left_the_disk_and_counts_as_kept_is_found_out(monkeypatch: 
     for chain in range(4, 12):
         cluster.ranks[0].store(pool, chain, lambda outcome: None)
         cluster.world.run_for(1.0)
-    kept = [page for page in holder.store.hottest(100) if page.kept]
+    kept = [page for page in holder.store.hottest(100) if holder.store.is_kept(page)]
     assert kept
     for part in (part for page in kept for part in page.parts):
         assert holder.cold is not None

@@ -65,6 +65,7 @@ class ColdWriter:
         self._stopping = threading.Event()
         self._doubted: deque[tuple[bytes, bytes, int]] = deque(maxlen=_MAX_DOUBTED)
         self._swept_at = 0.0
+        self._life = tier.life
         self._quiet = QuietLog(log)
         self._owner = node.new_owner()
         self._thread = threading.Thread(target=self._run, name="cold-writer", daemon=True)
@@ -151,7 +152,7 @@ class ColdWriter:
     def _write(self, batch: Batch, since: int) -> int:
         """Returns how many of its pages are kept now."""
         view = self._node.segment.view
-        parts = batch.parts
+        life, parts = self._tier.life, batch.parts
         found = [False] * len(parts)
         try:
             here = self._tier.here([(Key(part.namespace, part.hash), part.checksum) for part in parts])
@@ -167,13 +168,23 @@ class ColdWriter:
             ]
             written = iter(self._tier.write(bodies, since))
             found = [there or next(written) for there in here]
+            if self._tier.life != life:  # what was there is lost
+                found = [now and not there for now, there in zip(found, here, strict=True)]
         finally:
             gone = self._tier.take_gone()
             with self._node.lock:
+                self._see_life()
                 kept = self._keeping.done(self._owner, batch, found)
                 self._node.core.gone_cold(gone)
         self._node.changed()
         return kept
+
+    def _see_life(self) -> None:
+        """Under the node's lock."""
+        life = self._tier.life
+        if life != self._life:
+            self._life = life
+            self._node.core.cold_began_anew()
 
     def _keep_house(self) -> None:
         now = time.monotonic()
@@ -182,6 +193,7 @@ class ColdWriter:
                 self._swept_at = now
             gone = self._tier.take_gone()
             with self._node.lock:
+                self._see_life()
                 self._node.core.gone_cold(gone)
             self._node.changed()
         while self._doubted and not self._stopping.is_set():

@@ -555,6 +555,13 @@ class NodeCore:
         self.keeping = Keeping(self.store, after_loads, tier_bytes)
         return self.keeping
 
+    def cold_began_anew(self) -> None:
+        """The cold tier has lost all that it had."""
+        if self.keeping is not None:
+            self.keeping.began_anew()
+        for writing in self._writing.values():
+            writing.gone.update(p.split(writing.promoted))
+
     def gone_cold(self, pages: Sequence[tuple[bytes, bytes]]) -> None:
         """These have left the cold tier: (namespace, hash)."""
         if not pages or self.keeping is None:

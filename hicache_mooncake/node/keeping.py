@@ -72,7 +72,7 @@ class Keeping:
             for page_hash in hashes:
                 if self._heat.fetched(namespace, page_hash, now):
                     page = self._store.page(namespace, page_hash)
-                    if page is not None and not page.kept:
+                    if page is not None and not self._store.is_kept(page):
                         self._wanted.append(page)
 
     def next(self, owner: int, now: float) -> Batch | None:
@@ -94,7 +94,7 @@ class Keeping:
         at = kept = 0
         for page, parts in batch.pages:
             if all(found[at : at + len(parts)]) and set(parts) == set(page.parts):
-                page.kept = True
+                page.kept = self._store.tier_life
                 kept += 1
             at += len(parts)
         self.kept += kept
@@ -105,21 +105,26 @@ class Keeping:
         for namespace, page_hash in pages:
             page = self._store.page(namespace, page_hash)
             if page is not None:
-                page.kept = False
+                page.kept = 0
+
+    def began_anew(self) -> None:
+        """The tier has lost all that it had."""
+        self._store.tier_life += 1
 
     # ------------------------------------------------------------------ inside
 
     def _going(self) -> Iterable[LogicalPage]:
         """Pages that would be evicted next, and are not kept. Nearly all of them are: this is what looking costs."""
-        left = self._ahead_bytes
+        left, life = self._ahead_bytes, self._store.tier_life
         for page in itertools.islice(self._store.going(), _AHEAD_PAGES):
-            if not page.kept and page.in_use:
+            kept = page.kept == life
+            if not kept and page.in_use:
                 continue
             held = page.held
             left -= blocks_of(held.length) if isinstance(held, Entry) else _size(page)
             if left < 0:
                 return
-            if not page.kept:
+            if not kept:
                 yield page
 
     def _taken(self, pages: Iterable[LogicalPage]) -> list[LogicalPage]:
@@ -137,7 +142,7 @@ class Keeping:
         return list(taken)
 
     def _is_to_be_written(self, page: LogicalPage) -> bool:
-        if page.kept or page.rank == REPLICA or page.writers or not page.parts:
+        if self._store.is_kept(page) or page.rank == REPLICA or page.writers or not page.parts:
             return False
         return all(map(self._store.holds, page.parts))  # it may have gone since it was noted
 

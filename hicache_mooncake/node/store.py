@@ -99,8 +99,8 @@ class LogicalPage(Evictable, gc=False, eq=False):
     """Its parts; one by itself, as most pages have no more."""
     rank: int = OWN
     writers: int = 0
-    kept: bool = False
-    """All of its parts are in the cold tier."""
+    kept: int = 0
+    """The life of the cold tier in which all of its parts are there: see `Store.is_kept`."""
 
     @property
     def parts(self) -> list[Entry]:
@@ -122,7 +122,7 @@ class LogicalPage(Evictable, gc=False, eq=False):
         return next(part for part in self.parts if part.home is home)
 
     def add(self, part: Entry) -> None:
-        self.kept = False
+        self.kept = 0
         held = self.held
         if held is None:
             self.held = part
@@ -248,6 +248,8 @@ class Store:
         self._evicting = False
         self.keeping = False
         """There is a cold tier, to which pages are written before they are evicted."""
+        self.tier_life = 1
+        """Another one, when the tier has lost all: no page is kept any more."""
         self._track_changes = track_changes
         self._max_changes = max_changes
         self._changes: deque[tuple[bool, bytes, tuple[bytes, ...]]] = deque()
@@ -523,7 +525,7 @@ class Store:
             if page.held is None:
                 page.rank = reservation.rank
                 page.held = entry
-                page.kept = False
+                page.kept = 0
                 new.append(page)
             else:
                 if reservation.rank < page.rank:
@@ -687,7 +689,11 @@ class Store:
         for page_hash in hashes if home is not None else ():
             page = home.pages.get(page_hash)  # type: ignore[union-attr]
             if page is not None and isinstance(page.held, Entry):
-                page.kept = True
+                page.kept = self.tier_life
+
+    def is_kept(self, page: LogicalPage) -> bool:
+        """Is it in the cold tier, all of it?"""
+        return page.kept == self.tier_life
 
     def holds(self, part: Entry) -> bool:
         """Can it be found? False once it is removed or its namespace cleared."""
@@ -860,7 +866,7 @@ class Store:
             went = 0
             parts: list[tuple[LogicalPage, Entry]] = []
             for page in victims:
-                if kept_only and not page.kept and rank != REPLICA:
+                if kept_only and page.kept != self.tier_life and rank != REPLICA:
                     break
                 went += 1
                 for part in page.parts:
@@ -876,7 +882,7 @@ class Store:
         self.stats.evicted += len(parts)
         self.stats.evicted_bytes += sum([part.length for _, part in parts])
         if self.keeping:
-            self.stats.evicted_unkept += sum([not page.kept and page.rank != REPLICA for page, _ in parts])
+            self.stats.evicted_unkept += sum([page.kept != self.tier_life and page.rank != REPLICA for page, _ in parts])
         self._remove(parts, evicted=True)
 
     def _rank(self, page: LogicalPage, rank: int) -> None:

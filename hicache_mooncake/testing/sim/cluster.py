@@ -256,7 +256,7 @@ class Cluster:
         """What it would evict as written although the disk does not have it."""
         if node.cold is None:
             return []
-        parts = [part for page in node.store.hottest(1 << 20) if page.kept for part in page.parts]
+        parts = [part for page in node.store.hottest(1 << 20) if node.store.is_kept(page) for part in page.parts]
         lost = [part for part in parts if node.cold.find(Key(part.namespace, part.hash)) is None]
         return [f"{node.name} takes {len(lost)} pages for kept that are not"] if lost else []
 
