@@ -13,11 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from hicache_mooncake.testing.sglang_cpu import servers
-from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, ProcessError, group_is_alive, stop_all
+from hicache_mooncake.testing.sglang_cpu.pd import ask_pair
+from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, ProcessError, free_port, group_is_alive, stop_all
+from hicache_mooncake.testing.sglang_cpu.servers import SglangServer
 
 # A parent, a child, a child in a session of its own and an orphan of a dead parent, as badly behaved as they come: all but
 # the parent ignore SIGTERM. Each writes its pid.
@@ -204,6 +207,13 @@ def test_several_are_stopped_in_the_time_of_one(tmp_path: Path) -> None:
     assert not any(map(is_alive, found))
 
 
+def test_a_port_is_given_once_and_is_none_that_a_connection_may_get() -> None:
+    ports = [free_port() for _ in range(200)]
+    assert len(set(ports)) == len(ports)
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert not any(first <= port <= last for port in ports)
+
+
 # --------------------------------------------------------------------------- asking a server
 
 
@@ -212,10 +222,15 @@ class FakeSglang(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     broken = False
+    waits_for_abort = False
+    bodies: ClassVar[list[dict[str, object]]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.broken:
+        self.bodies.append(body)
+        if self.path == "/generate" and self.waits_for_abort:
+            eventually(lambda: {"rid": body["rid"]} in self.bodies, 30)
+        if self.broken or self.waits_for_abort:
             self.send_error(503)
             return
         self.send_response(200)
@@ -250,7 +265,8 @@ class FakeSglang(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def fake_url() -> Iterator[str]:
-    FakeSglang.broken = False
+    FakeSglang.broken = FakeSglang.waits_for_abort = False
+    FakeSglang.bodies.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeSglang)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -273,6 +289,46 @@ def test_an_error_of_the_server_names_the_url_and_the_status(fake_url: str) -> N
     FakeSglang.broken = True
     with pytest.raises(servers.ServerError, match=r"/generate answered 503"):
         servers.generate(fake_url, range(10))
+
+
+def test_a_client_that_hangs_up_hears_of_tokens_as_they_come(fake_url: str) -> None:
+    seen = []
+
+    def hang_up(tokens: int) -> None:
+        seen.append(tokens)
+        raise EOFError
+
+    with pytest.raises(EOFError):
+        servers.generate(fake_url, range(10), on_tokens=hang_up)
+    assert seen == [1]
+
+
+def pair_on(prefill_port: int, decode_port: int) -> list[SglangServer]:
+    """Servers that nobody has started; what listens on their ports answers for them."""
+    return [
+        SglangServer(role, model=Path("none"), caching=servers.NO_CACHE, log=Path("none"), role=role, port=port)
+        for role, port in (("prefill", prefill_port), ("decode", decode_port))
+    ]
+
+
+def test_both_of_a_pair_are_told_where_they_meet_and_the_decode_server_answers(fake_url: str) -> None:
+    port = int(fake_url.rpartition(":")[2])
+    prefill, decode = pair_on(port, port)
+    assert ask_pair(prefill, decode, range(100)).output_ids == (5, 6)
+    assert eventually(lambda: len(FakeSglang.bodies) == 2)
+    one, other = FakeSglang.bodies
+    assert {one["stream"], other["stream"]} == {True, False}
+    assert one | {"stream": None} == other | {"stream": None}
+    assert one["bootstrap_port"] == prefill.bootstrap_port
+
+
+def test_a_prefill_server_that_is_gone_is_named_and_the_request_to_the_other_is_ended(fake_url: str) -> None:
+    FakeSglang.waits_for_abort = True
+    prefill, decode = pair_on(free_port(), int(fake_url.rpartition(":")[2]))
+    with pytest.raises(servers.ServerError, match=f"{prefill.url}/generate failed"):
+        ask_pair(prefill, decode, range(100), timeout_s=60)
+    request = next(body for body in FakeSglang.bodies if "input_ids" in body)
+    assert {"rid": request["rid"]} in FakeSglang.bodies
 
 
 def test_metrics_are_summed_over_their_labels(fake_url: str) -> None:

@@ -11,8 +11,9 @@ venv=${1:-.venv}
 requirements=requirements/sglang-cpu.txt
 sglang=sglang==0.5.23
 torchvision=torchvision==0.28.0
+router=sglang-router==0.3.2
 torch=$(grep '^torch==' "$requirements")
-steps=6
+steps=7
 number=0
 
 say() { printf '\n[%d/%d] %s\n' "$number" "$steps" "$*"; }
@@ -56,17 +57,26 @@ install_torch() {
     pip install "$torch" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
 }
 
+# Only for tests and demos of prefill and decode on servers of their own, which do without where no wheel of it fits.
+install_router() {
+    pip install --no-deps "$router" || echo "      $router cannot be installed here: nothing else needs it."
+}
+
 check() {
     PYTHONPATH=hicache_mooncake/testing/sglang_cpu/shims SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" - <<'PYTHON'
 import hicache_master, hicache_mooncake, torch, torchvision  # noqa: F401
 import sglang.srt.mem_cache.hicache_storage  # noqa: F401
-from importlib.metadata import entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 
 plugins = {entry.name for entry in entry_points(group="sglang.srt.plugins")}
-missing = {"cpu_hicache", "hicache_mooncake"} - plugins
+missing = {"cpu_hicache", "cpu_pd", "hicache_mooncake"} - plugins
 if missing:
     raise SystemExit(f"sglang would not find the plugins {sorted(missing)}, only {sorted(plugins)}")
-print(f"      sglang {version('sglang')}, torch {torch.__version__}, hicache-mooncake {version('hicache-mooncake')}")
+try:
+    router = version("sglang-router")
+except PackageNotFoundError:
+    router = "none"
+print(f"      sglang {version('sglang')}, torch {torch.__version__}, hicache-mooncake {version('hicache-mooncake')}, router {router}")
 if torch.version.cuda is not None:
     print("      This torch is a CUDA build: it works without a GPU too, it is only larger.")
 PYTHON
@@ -88,5 +98,6 @@ mkdir -p "$venv/.stamps"
 step torch "$torch ${TORCH_INDEX:-}" "$torch" install_torch
 step requirements "$(digest "$requirements")" "the other dependencies of SGLang, some 400 MB" pip install -r "$requirements"
 step sglang "$sglang $torchvision" "$sglang and $torchvision without their dependencies" pip install --no-deps "$sglang" "$torchvision"
-step package "$(digest pyproject.toml) $PWD" "hicache-mooncake, editable, with what its tests need" pip install -e '.[dev]'
-step check "$(cat "$venv"/.stamps/{torch,requirements,sglang,package})" "check" check
+step router "$router" "$router without its dependencies, which SGLang has" install_router
+step package "$(digest pyproject.toml) $PWD" "hicache-mooncake, editable, with what its tests and demos need" pip install -e '.[dev,demo]'
+step check "$(cat "$venv"/.stamps/{torch,requirements,sglang,router,package})" "check" check

@@ -17,9 +17,13 @@ from hicache_mooncake.testing.sglang_cpu.pool import MasterProcess, NodeProcess
 from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, stop_all
 from hicache_mooncake.testing.sglang_cpu.servers import (
     Answer,
+    Caching,
+    Role,
     SglangServer,
+    decode_tree_caching,
     full_pages,
     generate,
+    offload_caching,
     pool_caching,
     start_servers,
     tokens_written_to_l3,
@@ -35,6 +39,10 @@ MARKS = [
         reason="needs sglang, torch and the storage backend",
     ),
 ]
+have_pd = pytest.mark.skipif(
+    all(importlib.util.find_spec(name) is None for name in ("mooncake", "hicache_mooncake.messenger")),
+    reason="needs mooncake.engine",
+)
 ANSWER_TOKENS = 24
 END_TO_END = "end to end"
 """In the support matrix: two engines, one reads what the other has written."""
@@ -50,19 +58,32 @@ def prompt(seed: int, tokens: int) -> Prompt:
 
 @dataclass(frozen=True)
 class Engine:
-    """How one host's engine is started. Without `attached` it has no L3 until it is given one."""
+    """How one host's engine is started. Without `attached` it has no L3 until it is given one.
+
+    One with `role` decode writes what it computes to L3 and keeps nothing, or with `tree` has a HiCache of its own. `ratio`:
+    tokens in L2 for each one in L1.
+    """
 
     model: Path
     tp: int = 1
     dynamic: bool = False
     attached: bool = True
+    role: Role | None = None
+    tree: bool = False
+    ratio: float | None = None
     args: Sequence[str] = ()
+
+    def caching(self, socket: Path) -> Caching:
+        if self.role == "decode":
+            return (decode_tree_caching if self.tree else offload_caching)(socket, dynamic=self.dynamic, ratio=self.ratio)
+        return pool_caching(socket if self.attached else None, dynamic=self.dynamic, ratio=self.ratio)
 
 
 @dataclass(frozen=True)
 class Host:
     engine: SglangServer
     node: NodeProcess
+    master: MasterProcess
 
 
 @contextlib.contextmanager
@@ -82,12 +103,13 @@ def running_hosts(logs: Path, *engines: Engine) -> Iterator[list[Host]]:
             server = SglangServer(
                 f"engine-{letter}",
                 model=engine.model,
-                caching=pool_caching(node.socket_path if engine.attached else None, dynamic=engine.dynamic),
+                caching=engine.caching(node.socket_path),
                 log=logs / f"engine-{letter}.log",
                 tp=engine.tp,
+                role=engine.role,
                 args=engine.args,
             )
-            hosts.append(Host(server, node))
+            hosts.append(Host(server, node, master))
         started += [host.engine for host in hosts]
         start_servers([host.engine for host in hosts])
         yield hosts

@@ -187,7 +187,9 @@ class Talk:
         self._thread = threading.Thread(target=self._run, args=(server.url, ids), daemon=True)
 
     def _run(self, url: str, ids: Prompt) -> None:
-        self._answer = generate(url, ids, max_new_tokens=LONG_ANSWER_TOKENS, on_first_token=self._begun.set)
+        self._answer = generate(
+            url, ids, max_new_tokens=LONG_ANSWER_TOKENS, on_tokens=lambda tokens: tokens and self._begun.set()
+        )
 
     def __enter__(self) -> Talk:
         self._thread.start()

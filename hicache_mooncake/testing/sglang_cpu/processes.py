@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -234,7 +235,26 @@ def tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now. Somebody else may take it before it is used."""
+    """A TCP port that nobody listens on now, and another one each time.
+
+    Not one of those that the kernel gives to connections: a server takes minutes to come to its port, and such a one may be
+    gone by then. Somebody else may take this one too.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(10_000, first if first > 12_000 else 1 << 16), 1_000):
+        if port not in _given and _is_free(host, port):
+            _given.add(port)
+            return port
+    raise ProcessError(f"none of a thousand ports of {host} is free")
+
+
+def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+_given: set[int] = set()

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, ProcessError, Progress, free_port, stop_all
 
 SHIMS = Path(__file__).parent / "shims"
 SHIM_PLUGINS = "cpu_hicache,cpu_models"
+PD_PLUGINS = ("cpu_pd", "hicache_mooncake")
+"""What a server of a PD pair needs besides, whatever its storage backend is: ours serves `mooncake.engine`."""
+PD_ENVIRONMENT = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
 PAGE_TOKENS = 16
 MAX_TOTAL_TOKENS = 8192
 MODEL_NAME = "tiny"
@@ -62,6 +65,9 @@ def cpu_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return env
 
 
+Role = Literal["prefill", "decode"]
+
+
 @dataclass(frozen=True)
 class Caching:
     """What makes one server differ from the next: how it caches, as command line arguments and environment."""
@@ -86,25 +92,53 @@ def pool_config(socket: Path, *, dynamic: bool = False) -> dict[str, object]:
     return config
 
 
-def pool_caching(socket: Path | None, *, dynamic: bool = False) -> Caching:
+def pool_caching(socket: Path | None, *, dynamic: bool = False, ratio: float | None = None) -> Caching:
     """HiCache with its L3 in the pool, or with none until one is attached (`socket` None).
 
     The backend is named `mooncake`, by our plugin, or with `dynamic` loaded by SGLang's own loader, without the plugin.
     `wait_complete` makes hits reproducible: the request waits for its pages, as long as the backend's own deadline allows.
+    `ratio`: tokens in L2 for each one in L1, instead of 1 GB.
     """
-    args = ["--enable-hierarchical-cache", "--hicache-size", str(HICACHE_SIZE_GB)]
-    args += ["--hicache-storage-prefetch-policy", "wait_complete"]
-    if socket is not None:
-        args += ["--hicache-storage-backend", "dynamic" if dynamic else "mooncake"]
-        args += ["--hicache-storage-backend-extra-config", json.dumps(pool_config(socket, dynamic=dynamic))]
-    return Caching(tuple(args), {"SGLANG_PLUGINS": SHIM_PLUGINS if dynamic else f"{SHIM_PLUGINS},hicache_mooncake"})
+    args = ["--enable-hierarchical-cache", *_host_pool(ratio), "--hicache-storage-prefetch-policy", "wait_complete"]
+    return Caching((*args, *_storage(socket, dynamic)), _plugins(dynamic))
+
+
+def offload_caching(socket: Path, *, dynamic: bool = False, ratio: float | None = None) -> Caching:
+    """For a decode server: nothing is kept on it, what it computes is written to the pool page by page."""
+    args = ("--disaggregation-decode-enable-offload-kvcache", *_host_pool(ratio))
+    return Caching((*args, *_storage(socket, dynamic)), _plugins(dynamic))
+
+
+def decode_tree_caching(socket: Path, *, dynamic: bool = False, ratio: float | None = None) -> Caching:
+    """For a decode server: HiCache of its own, with its L3 in the pool; it is sent only what it does not have."""
+    caching = pool_caching(socket, dynamic=dynamic, ratio=ratio)
+    return Caching(("--disaggregation-decode-enable-radix-cache", *caching.args), caching.env)
+
+
+def _host_pool(ratio: float | None) -> tuple[str, str]:
+    return ("--hicache-size", str(HICACHE_SIZE_GB)) if ratio is None else ("--hicache-ratio", str(ratio))
+
+
+def _storage(socket: Path | None, dynamic: bool) -> tuple[str, ...]:
+    if socket is None:
+        return ()
+    config = json.dumps(pool_config(socket, dynamic=dynamic))
+    return (
+        *("--hicache-storage-backend", "dynamic" if dynamic else "mooncake"),
+        *("--hicache-storage-backend-extra-config", config),
+    )
+
+
+def _plugins(dynamic: bool) -> dict[str, str]:
+    return {"SGLANG_PLUGINS": SHIM_PLUGINS if dynamic else f"{SHIM_PLUGINS},hicache_mooncake"}
 
 
 class SglangServer(ManagedProcess):
     """One `sglang.launch_server` on a free port of 127.0.0.1.
 
     About 2.2 GB of memory, and 30 to 100 s to start on two cores, nearly all of it imports; with HiCache 1 GB, and for every
-    further tensor-parallel rank 1.8 GB more. `with SglangServer(...)` starts it and waits until it answers.
+    further tensor-parallel rank 1.8 GB more. `with SglangServer(...)` starts it and waits until it answers. One with a `role`
+    answers only together with one of the other role: see `pd`.
     """
 
     def __init__(
@@ -115,11 +149,15 @@ class SglangServer(ManagedProcess):
         caching: Caching,
         log: Path,
         tp: int = 1,
+        role: Role | None = None,
         args: Sequence[str] = (),
         port: int | None = None,
+        bootstrap_port: int | None = None,
     ) -> None:
         self.port = port if port is not None else free_port()
+        self.bootstrap_port = bootstrap_port if bootstrap_port is not None else free_port()
         self.tp = tp
+        self.role = role
         command = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", MODEL_NAME),
             *("--device", "cpu", "--dtype", "float32", "--host", HOST, "--port", str(self.port)),
@@ -127,6 +165,12 @@ class SglangServer(ManagedProcess):
             *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle", *caching.args, *args),
         ]
         env = dict(caching.env)
+        if role is not None:
+            command += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake"]
+            plugins = [*env.get("SGLANG_PLUGINS", SHIM_PLUGINS).split(","), *PD_PLUGINS]
+            env |= PD_ENVIRONMENT | {"SGLANG_PLUGINS": ",".join(dict.fromkeys(plugins))}
+        if role == "prefill":
+            command += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         if tp > 1:
             command += ["--tp-size", str(tp)]
             cores = sorted(os.sched_getaffinity(0))  # unless told, SGLang wants a NUMA node for each rank
@@ -207,10 +251,17 @@ def generate(
     max_new_tokens: int = 24,
     timeout_s: float = REQUEST_TIMEOUT_S,
     cache_salt: str | None = None,
-    on_first_token: Callable[[], None] | None = None,
+    on_tokens: Callable[[int], object] | None = None,
 ) -> Answer:
     """Greedy, exactly `max_new_tokens` tokens (end-of-sequence is ignored). Requests share cached pages only if their
-    `cache_salt` is equal. Raises `ServerError`."""
+    `cache_salt` is equal. `on_tokens` gets, as they come, how many tokens there are; what it raises ends the request, which the
+    server takes for a client that hung up. Raises `ServerError`."""
+    body = request_body(prompt, max_new_tokens=max_new_tokens, cache_salt=cache_salt)
+    return stream(url, body, timeout_s, on_tokens)
+
+
+def request_body(prompt: Sequence[int] | str, *, max_new_tokens: int, cache_salt: str | None) -> dict[str, object]:
+    """Of a streaming POST to /generate."""
     body: dict[str, object] = {
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
         "stream": True,
@@ -221,6 +272,11 @@ def generate(
         body["text"] = prompt
     else:
         body["input_ids"] = list(prompt)
+    return body
+
+
+def stream(url: str, body: Mapping[str, object], timeout_s: float, on_tokens: Callable[[int], object] | None) -> Answer:
+    """Send the request and read its answer to the end. `timeout_s` is for each part of it. Raises `ServerError`."""
     began = time.monotonic()
     first: float | None = None
     last: dict[str, Any] = {}
@@ -231,9 +287,9 @@ def generate(
                     raise ServerError(f"{url}/generate answered: {event['error']}")
                 if first is None and event.get("output_ids"):
                     first = time.monotonic() - began
-                    if on_first_token is not None:
-                        on_first_token()
                 last = event
+                if on_tokens is not None:
+                    on_tokens(len(event.get("output_ids") or ()))
     except (OSError, HTTPException) as error:
         raise ServerError(f"{url}/generate failed after {time.monotonic() - began:.1f} s: {error!r}") from error
     if first is None:
@@ -262,11 +318,7 @@ def chat(
 ) -> ChatAnswer:
     """One greedy OpenAI chat completion. Raises `ServerError`."""
     body = {"model": MODEL_NAME, "messages": list(messages), "temperature": 0, "max_tokens": max_tokens}
-    try:
-        with _post(f"{url}/v1/chat/completions", body, timeout_s) as response:
-            answer = json.loads(response.read())
-    except (OSError, HTTPException) as error:
-        raise ServerError(f"{url}/v1/chat/completions failed: {error!r}") from error
+    answer = json.loads(post(f"{url}/v1/chat/completions", body, timeout_s))
     usage = answer["usage"]
     return ChatAnswer(
         text=str(answer["choices"][0]["message"]["content"]),
@@ -349,6 +401,15 @@ def wait_written_to_l3(url: str, at_least: int, *, timeout_s: float = 30.0) -> i
 def full_pages(tokens: int) -> int:
     """Tokens of the whole pages in a sequence: only those are cached."""
     return tokens // PAGE_TOKENS * PAGE_TOKENS
+
+
+def post(url: str, body: Mapping[str, object], timeout_s: float) -> bytes:
+    """What the server answers in one piece. Raises `ServerError`."""
+    try:
+        with _post(url, body, timeout_s) as response:
+            return response.read()
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{url} failed: {error!r}") from error
 
 
 def _post(url: str, body: Mapping[str, object], timeout_s: float) -> HTTPResponse:
