@@ -21,7 +21,7 @@ NS = b"n" * 16
 COUNT = 8
 ALL = b"\x01" * COUNT
 PAGE = 64 << 10
-PATIENT_S = 120.0
+PATIENT_S = 300.0
 
 
 class Cluster:
