@@ -23,11 +23,12 @@ from hicache_mooncake.client import isolation, weight_updates
 from hicache_mooncake.client.chain import PAGES_A_CALL, Chain
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.pools import KV, Need, StoredPool, View
+from hicache_mooncake.client.presence import Presence
 from hicache_mooncake.client.registry import Registry
 from hicache_mooncake.client.restorable import ALL_PAGES, TRAILING_PAGES, both, restorable_lengths, trailing_lengths
 from hicache_mooncake.client.worth import Worth
 from hicache_mooncake.config import Settings, load_settings
-from hicache_mooncake.keys import pack_hashes
+from hicache_mooncake.keys import Namespace, pack_hashes
 from hicache_mooncake.protocol import HASH_BYTES, Run, select_hashes
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         self.client = PoolClient(settings, f"{os.getpid()}:{getattr(storage_config, 'model_name', '')}:{rank}")
         self.client.start()
         self._pools = Registry(storage_config, settings, self.client, dynamic=dynamic, refusal=isolation.isolate())
+        self._presence = Presence(storage_config, settings, self.client.client, self._pools, self._namespaces)
+        self._counts = self._presence.counts
         unseen = weight_updates.watch(self._pools)
         if unseen:
             log.warning("%s", unseen)
@@ -82,16 +85,19 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         stored whole is refused in the log, and then nothing ever hits. An attach begins here: earlier side pools are gone."""
         super().register_mem_pool_host(mem_pool_host)
         self._pools.begin(mem_pool_host)
+        self._presence.begin(mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Share a side pool's memory, also one that comes long after the attach (a draft's). The anchor comes here again."""
         self.registered_pools: dict[Any, Any] = getattr(self, "registered_pools", {})
         self.registered_pools[host_pool_name] = host_pool  # as the base class does where it has this method
+        self._presence.in_a_tree = True
         self._pools.register(host_pool, _name(host_pool_name))
 
     def on_host_pools_registered(self) -> None:
-        """All pools of the attach are known: say once what will not be cached, and why."""
+        """All pools of the attach are known: say once how they are used, what will not be cached, and why."""
         self._pools.complete()
+        self._guard("summary", None, self._presence.say)
 
     def _usable(self, keys: Sequence[str]) -> View | None:
         """The pools as they are at the moment; None, and a counted reason, while nothing may be stored or found."""
@@ -107,7 +113,9 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
 
         Of a model with side pools, how many can be restored whole: a decode node promises them to its prefill node, and the
         request fails where a side pool then has less."""
-        return self._guard("exists", 0, lambda: self._exists(keys))
+        found = self._guard("exists", 0, lambda: self._exists(keys))
+        self._counts.add(lookups=1, asked=len(_nothing(keys)), found=found)
+        return found
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -135,6 +143,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         if pool_transfers:
             nothing: tuple[list[int], dict[Any, int]] = ([], {})
             lengths, boundaries = self._guard("exists", nothing, lambda: self._exists_v2(keys, pool_transfers))
+            self._counts.add(lookups=1, asked=len(_nothing(keys)), found=lengths[-1] if lengths else 0)
         else:
             lengths, boundaries = list(range(1, self.batch_exists(keys, extra_info) + 1)), {}
         result = PoolTransferResult(lengths[-1] if lengths else 0, boundaries)
@@ -204,11 +213,15 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Load pages into the host pool. `host_indices`: int64 token slots, page_size per key, page-aligned.
         True only for pages that are there whole and verified; the others are left as they were, or hold no page."""
-        return self._guard("get", _nothing(keys), lambda: self._transfer_kv("load", keys, host_indices, extra_info))
+        ok = self._guard("get", _nothing(keys), lambda: self._transfer_kv("load", keys, host_indices, extra_info))
+        self._counts.add(wanted=len(ok), loaded=ok.count(True))
+        return ok
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages from the host pool. True for pages that the pool now holds (also: already held)."""
-        return self._guard("set", _nothing(keys), lambda: self._set_kv(keys, host_indices, extra_info))
+        ok = self._guard("set", _nothing(keys), lambda: self._set_kv(keys, host_indices, extra_info))
+        self._counts.add(offered=len(ok), stored=ok.count(True))
+        return ok
 
     def _set_kv(self, keys: Sequence[str], host_indices: Any, extra_info: Any) -> list[bool]:
         if self._incomplete and not self._incomplete.keys().isdisjoint(keys):
@@ -339,13 +352,16 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
             return nothing
         targets = list(target_locations)
         ok = self._guard("get", _nothing(keys), lambda: self._tensors("load", keys, targets))
+        self._counts.add(wanted=len(ok), loaded=ok.count(True))
         return [target if good else None for target, good in zip(targets, ok, strict=True)]
 
     def batch_set(self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
         """Store one CPU tensor per key. True when all are stored."""
         if not isinstance(values, list | tuple) or len(values) != len(_nothing(keys)):
             return False
-        return all(self._guard("set", _nothing(keys), lambda: self._tensors("store", keys, list(values))))
+        ok = self._guard("set", _nothing(keys), lambda: self._tensors("store", keys, list(values)))
+        self._counts.add(offered=len(ok), stored=ok.count(True))
+        return all(ok)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.batch_get([key], None if target_location is None else [target_location])[0]
@@ -379,10 +395,19 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
 
     def _flat(self, pool: StoredPool, size: int) -> Body:
         """The generic path's byte order is `get_data_page`'s, not the runs' order: a namespace of its own."""
-        flat = dataclasses.replace(
+        flat = self._flat_namespace(pool, size)
+        return Body(flat.digest(), (Run(0, 0, size),), flat.group())
+
+    def _flat_namespace(self, pool: StoredPool, size: int) -> Namespace:
+        return dataclasses.replace(
             pool.namespace, storage_format=f"{pool.namespace.storage_format}+data_page", run_bytes=(size,)
         )
-        return Body(flat.digest(), (Run(0, 0, size),), flat.group())
+
+    def _namespaces(self, pool: StoredPool) -> tuple[Namespace, ...]:
+        """Those of the objects that a page of this pool is stored as."""
+        if self._generic and pool.geometry.pool == KV:
+            return (self._flat_namespace(pool, pool.geometry.body_bytes),)
+        return pool.parts or (pool.namespace,)
 
     def _bodies(self, pool: StoredPool) -> tuple[Body, ...]:
         """The objects that a page of this pool was stored as."""
@@ -405,6 +430,7 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """After this nothing touches engine memory. The node keeps the pages for the next engine."""
+        self._guard("close", None, self._presence.close)
         self._guard("close", None, self.client.close)
 
     def _guard(self, what: str, otherwise: _T, work: Callable[[], _T]) -> _T:

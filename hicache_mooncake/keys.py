@@ -93,6 +93,22 @@ class Namespace:
         """Names of the fields in which two namespaces differ: why two engines do not share."""
         return [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(other, f.name)]
 
+    def described(self) -> dict[str, str]:
+        """What it consists of, by name, as texts; only what is set. For people: pages are found by digests alone. Objects that
+        hold some of a page's heads are described by how they are cut, and not each by its own heads."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("details", "head_range")}
+        texts = {name: _text(value) for name, value in found.items() if value not in (None, "", ())}
+        for detail in self.details:
+            name, _, value = detail.partition("=")
+            texts.setdefault(name, value)
+        if self.head_range:
+            texts |= {"share_across_tp": "true", "kv_heads": str(self.head_range[-1])}
+        return texts
+
+
+def _text(value: str | int | tuple[int, ...] | tuple[str, ...]) -> str:
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
 
 def _canonical(value: str | int | tuple[int, ...] | tuple[str, ...] | None) -> bytes:
     if value is None:

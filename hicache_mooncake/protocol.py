@@ -9,10 +9,10 @@ Three wires use these structs, all msgpack:
 
 The node <-> node data wire (`hicache_mooncake.transfer.tcp`) has `Fetch`, `Push` and their answers as its headers.
 
-Version 1 had no shards, tiers, draining, failure reports, room table, second holders or Push. Whoever speaks 2 with a peer that
-negotiated 1 leaves the messages out that came with 2; new fields at the end of a message are ignored by the older side. So a
-master of version 1 would take a cold tier's pages for pages in DRAM: a node sends it empty updates in their place, which keep
-the numbers, and leaves them out of snapshots.
+Version 1 had no shards, tiers, draining, failure reports, room table, second holders, Push, Describe or Engines. Whoever
+speaks 2 with a peer that negotiated 1 leaves the messages out that came with 2; new fields at the end of a message are ignored
+by the older side. So a master of version 1 would take a cold tier's pages for pages in DRAM: a node sends it empty updates in
+their place, which keep the numbers, and leaves them out of snapshots.
 
 Hashes travel as one `bytes` of 32-byte page hashes, columns of integers as lists: nothing here is a Python object per page
 except the integers of a column.
@@ -64,7 +64,8 @@ class Refused(Message):
 
 
 class Hello(Message):
-    """First message on a node connection. `role`: query, load, store or admin; load and store get the segment's descriptor."""
+    """First message on a node connection. `role`: query, load, store, identity or admin; load and store get the segment's
+    descriptor."""
 
     version_min: int
     version_max: int
@@ -278,6 +279,64 @@ class Missed(Message):
     reasons: dict[str, int]
 
 
+class PoolIdentity(msgspec.Struct, array_like=True):
+    """A host pool as its rank stores it. `namespaces` are those of its objects; `fields` what they are digests of, as texts:
+    for people and for comparisons, and never for finding a page."""
+
+    pool: str
+    namespaces: list[bytes]
+    fields: dict[str, str] = {}
+
+
+class RankIdentity(msgspec.Struct, array_like=True):
+    """What a rank stores and finds in the pool, and of which engine it is. Bounded by `hicache_mooncake.sharing.clip`."""
+
+    engine: bytes
+    """The same for all ranks of an engine, whatever host they are on."""
+    label: str
+    """The engine, for people."""
+    role: str
+    """prefill, decode, or empty for an engine that does both."""
+    writer: str
+    """tree: its prefix cache writes and reads. offload: a decode engine that writes what it computes, and reads nothing."""
+    chain: str
+    """plain: page hashes are of tokens. bigrams: of pairs of them."""
+    rank: tuple[int, int, int]
+    """Tensor-parallel, pipeline-parallel and context-parallel; `size` likewise."""
+    size: tuple[int, int, int]
+    pools: list[PoolIdentity]
+    version: str = ""
+    """Of hicache-mooncake."""
+    off: str = ""
+    """Why it stores and finds nothing at the moment."""
+    flags: dict[str, str] = {}
+    """SGLang's settings that decide what comes to the pool. Not told to masters."""
+    counts: dict[str, int] = {}
+    """Pages asked for, found, loaded, stored since the rank started. Not told to masters."""
+
+
+class Unshared(msgspec.Struct, array_like=True):
+    """A prefill and a decode engine that never find each other's pages. `differences`: (field, in prefill, in decode)."""
+
+    prefill: bytes
+    prefill_label: str
+    decode: bytes
+    decode_label: str
+    differences: list[tuple[str, str, str]]
+
+
+class Describe(Message):
+    """Rank -> node, again and again: who it is, for as long as the connection lives. The answer is Described."""
+
+    rank: RankIdentity
+
+
+class Described(Message):
+    """The engines that this rank's engine should share with and cannot."""
+
+    unshared: list[Unshared] = []
+
+
 class AdminStatus(Message):
     pass
 
@@ -287,6 +346,10 @@ class AdminReport(Message):
 
     node: dict[str, int | float | str | bool]
     cluster: list[NodeInfo]
+    ranks: list[RankIdentity] = []
+    """Those of this node's host that have said who they are."""
+    unshared: list[Unshared] = []
+    """What concerns these ranks."""
 
 
 # --------------------------------------------------------------------------- rank <-> mover
@@ -548,6 +611,18 @@ class Beat(Message):
     want_room: bool = False
     room_bytes: int = -1
     """Bytes below its low watermark: what it takes from others. -1: it does not say, and a tenth of it stays free."""
+    engines: int = 0
+    """Number of the last Engines that this node has sent; 0: none."""
+
+
+class Engines(Message):
+    """One-way, node -> master: the ranks of this node's host, all of them, in place of those told before. `number` grows with
+    every change. Not to masters of version 1."""
+
+    node: str
+    incarnation: bytes
+    number: int
+    ranks: list[RankIdentity]
 
 
 class Room(msgspec.Struct, array_like=True):
@@ -572,6 +647,10 @@ class BeatReply(Message):
     """Where asked for: a random sample, at most MAX_ROOM_LISTED, of the other active nodes with room."""
     clears: int = 0
     """How many clears this master has passed on to this node since it joined. Who has heard of fewer joins again."""
+    want_engines: bool = False
+    """The last Engines is not known here: send it again."""
+    unshared: list[Unshared] = []
+    """What concerns ranks of this node."""
 
 
 class Update(Message):
@@ -692,13 +771,16 @@ class ClusterReport(Message):
     """leader or follower where roles are given out (etcd), else empty."""
     masters: list[str] = []
     """Addresses of all masters that this one knows of, where it can know."""
+    unshared: list[Unshared] = []
+    engines: dict[str, int] = {}
+    """How many engines have said who they are, by role: prefill, decode, both."""
 
 
-FromClient = Hello | Exists | Locate | Landed | Release | Reserve | Commit | Touch | Clear | Missed | AdminStatus
-FromNode = Welcome | Refused | Found | Located | Reserved | Committed | Cleared | AdminReport
+FromClient = Hello | Exists | Locate | Landed | Release | Reserve | Commit | Touch | Clear | Missed | AdminStatus | Describe
+FromNode = Welcome | Refused | Found | Located | Reserved | Committed | Cleared | AdminReport | Described
 ToMover = Attach | Transfer
 FromMover = Attached | Transferred | Refused
-ToMaster = Join | Beat | Update | Snapshot | Leave | Report | Lookup | ClearNamespace | ClusterStatus
+ToMaster = Join | Beat | Update | Snapshot | Leave | Report | Lookup | ClearNamespace | ClusterStatus | Engines
 ToData = Prove | Proof | Fetch | Push | Wrote | Link
 FromData = Proof | FetchReply | PushReply | Pushed | Linked | Refused
 FromMaster = Joined | Refused | BeatReply | LookupReply | ClearNamespace | ClusterReport

@@ -29,6 +29,7 @@ from hicache_mooncake.protocol import (
     Message,
     Peer,
     Question,
+    RankIdentity,
     Refused,
     Report,
     Room,
@@ -128,6 +129,7 @@ class Node:
         self.name = name
         self.facts = JoinFacts(name, net.new_incarnation(), "10.0.0.1", 7000 + len(net.nodes), 1 << 30)
         self.source = Source()
+        self.engines: tuple[int, list[RankIdentity]] = (0, [])
         self.core = LinkCore(
             masters,
             lambda: self.facts,
@@ -136,6 +138,7 @@ class Node:
             logging.getLogger("link"),
             self.source.on_clear,
             cold=cold,
+            engines=lambda: self.engines,
         )
         self.connections: dict[str, int] = {}
 
@@ -778,6 +781,7 @@ def test_a_node_works_with_a_master_of_version_1() -> None:
     node, other = net.node("a", "m1"), net.node("b", "m1")
     node.source.add(*range(20))
     node.source.figures = Usage(want_room=True, sent_bytes=5, room_bytes=7)
+    node.engines = 5, [RankIdentity(b"e", "", "decode", "tree", "plain", (0, 0, 0), (1, 1, 1), [])]
     net.until(lambda: joined(net), 3)
     assert node.core.view().masters[0].version == 1
     node.core.report({"b": 3}, net.now)
@@ -788,6 +792,7 @@ def test_a_node_works_with_a_master_of_version_1() -> None:
     assert net.knows("m1", range(21)) == dict.fromkeys(range(1, 20), "a")
     assert node.source.cleared == [b"o" * 16]
     assert set(old.got) == {"ClusterStatus", "Join", "Beat", "Update", "Snapshot", "ClearNamespace", "Lookup"}
+    assert node.core.unshared == []
     assert node.core.room_table[1] == []
 
 

@@ -27,6 +27,8 @@ class StoredPool:
     geometry: PoolGeometry
     namespace: Namespace
     bodies: tuple[Body, ...]
+    parts: tuple[Namespace, ...] = ()
+    """The namespaces of `bodies`, where they are not all of the pool's own."""
 
     def places(self, indices: Any, count: int) -> tuple[array[int] | None, array[int] | None] | None:
         """(page numbers, None), or (None, run addresses) where the pool is not affine. None when `indices` do not name `count`

@@ -160,21 +160,24 @@ class Registry:
     def _stored(self, host_pool: Any, geometry: PoolGeometry) -> StoredPool:
         namespace = namespace_of(self._config, host_pool, geometry, self._settings, self._weights)
         shared = namespace.tp_rank is None and int(getattr(self._config, "tp_size", 1)) > 1
-        bodies = self._head_bodies(host_pool, geometry, namespace) if geometry.pool == KV and not shared else ()
-        return StoredPool(
-            host_pool, geometry, namespace, bodies or (Body(namespace.digest(), geometry.runs, namespace.group(), shared),)
-        )
+        heads_of = self._head_bodies(host_pool, geometry, namespace) if geometry.pool == KV and not shared else []
+        if heads_of:
+            return StoredPool(
+                host_pool, geometry, namespace, tuple(body for _, body in heads_of), tuple(part for part, _ in heads_of)
+            )
+        whole = Body(namespace.digest(), geometry.runs, namespace.group(), shared)
+        return StoredPool(host_pool, geometry, namespace, (whole,))
 
-    def _head_bodies(self, host_pool: Any, geometry: PoolGeometry, namespace: Namespace) -> tuple[Body, ...]:
+    def _head_bodies(self, host_pool: Any, geometry: PoolGeometry, namespace: Namespace) -> list[tuple[Namespace, Body]]:
         """The page's KV heads as objects of their own, where they are to be shared with other tensor-parallel sizes; else none.
 
         SGLang's own way to that, for page_head pools, is `tp_lcm_size`; it says that the ranks' heads are consecutive."""
         if namespace.tp_rank is None or namespace.tp_size is None:
-            return ()
+            return []
         lcm = getattr(self._config, "tp_lcm_size", None)
         native = bool(lcm) and namespace.layout == "page_head"
         if not self._settings.share_across_tp and not native:
-            return ()
+            return []
         total = self._settings.kv_heads or heads.total_kv_heads(host_pool, namespace.tp_size)
         if total is None and native:
             total = int(namespace.heads or 0) * namespace.tp_size
@@ -185,7 +188,7 @@ class Registry:
                 "how many there are in all with kv_heads",
                 namespace.tp_size,
             )
-            return ()
+            return []
         held = heads.heads_of_rank(total, namespace.tp_rank, namespace.tp_size)
         if len(held) != namespace.heads:
             raise GeometryError(
@@ -204,8 +207,8 @@ class Registry:
                 tp_rank=None,
                 tp_size=None,
             )
-            bodies.append(Body(part.digest(), runs, part.group()))
-        return tuple(bodies)
+            bodies.append((part, Body(part.digest(), runs, part.group())))
+        return bodies
 
     # ------------------------------------------------------------------ weights (a `weight_updates.Listener`)
 

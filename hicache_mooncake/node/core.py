@@ -32,6 +32,7 @@ from hicache_mooncake.node.placement import Placement
 from hicache_mooncake.node.recall import Mark, Recall
 from hicache_mooncake.node.spill import GiveSteps, Spill
 from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store, Stranded
+from hicache_mooncake.sharing import MAX_RANKS_OF_SOURCE, SharingTable, told
 
 LOOKUP_TIMEOUT_S = 0.5
 STUCK_S = 60.0
@@ -140,6 +141,14 @@ class NodeCore:
         """What the ranks of this host report: misses by reason."""
         self.sent_bytes = 0
         self.taken = self.taken_bytes = self.pushes_refused = self.replicated = self.recalled = 0
+        self.sharing = SharingTable()
+        """The ranks of this host, by connection."""
+        self.engines_told: tuple[int, Sequence[p.RankIdentity]] = (0, ())
+        """What masters are to be told of them, and a number that grows when it changes. Replaced, never changed: any thread may
+        read it."""
+        self._engines_number = int.from_bytes(incarnation[:5], "little")
+        """Lives of a node begin with different ones: a master that has those of an earlier life sees it."""
+        self._described_at = 0.0
         self._spill = spill and masters
         self._neighbours = neighbours
         self._heat = Heat(replicate_after)
@@ -409,6 +418,20 @@ class NodeCore:
             )
             self._log(logging.WARNING, f"apart {node}", text)
 
+    def describe(self, owner: int, rank: p.RankIdentity, now: float) -> None:
+        """Whose connection this is. It counts until `drop_owner`."""
+        self._described_at = now
+        self.sharing.put(str(owner), [rank], now)
+        self._tell_engines()
+
+    def _tell_engines(self) -> None:
+        number, before = self.engines_told
+        ranks = [told(rank) for rank in self.sharing.ranks()]
+        # A rank describes itself again and again, and is then the last of the list.
+        after = sorted(ranks[-MAX_RANKS_OF_SOURCE:], key=lambda rank: (rank.engine, rank.writer, rank.rank))
+        if after != list(before):
+            self.engines_told = max(number, self._engines_number) + 1, after
+
     def take_peers_down(self) -> dict[str, int]:
         """How often reads from other nodes failed, by node, since the last call."""
         taken, self._peers_down = dict(self._peers_down), Counter()
@@ -452,8 +475,11 @@ class NodeCore:
         return self.store.strand(owner, txn)
 
     def drop_owner(self, owner: int) -> None:
-        """A connection ended: its pins and what it did not commit are over."""
+        """A connection ended: its pins and what it did not commit are over, and so is who it said it was."""
         self.store.drop_owner(owner)
+        if self.sharing.ids(str(owner)):
+            self.sharing.drop(str(owner), self._described_at)
+            self._tell_engines()
         for txn in [txn for txn, writing in self._writing.items() if writing.owner == owner]:
             del self._writing[txn]
 
@@ -668,6 +694,7 @@ class NodeCore:
     def validate(self) -> None:
         """Everything that must hold between two calls; tests run it after every event."""
         self.store.validate()
+        self.sharing.validate()
         self._recall.validate()
         assert len(self._cleared) <= _MAX_CLEARED
         assert len(self._apart) <= _MAX_APART

@@ -41,7 +41,20 @@ from hicache_mooncake.node.link_session import (
     Usage,
 )
 from hicache_mooncake.node.link_sources import Changes, ChangeSource, ColdSource, Keys, Part, begin, cut, tiers_of
-from hicache_mooncake.protocol import COLD, DRAM, HASH_BYTES, PROTOCOL_MAX, PROTOCOL_MIN, Leave, Message, Report, Room, Update
+from hicache_mooncake.protocol import (
+    COLD,
+    DRAM,
+    HASH_BYTES,
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    Leave,
+    Message,
+    RankIdentity,
+    Report,
+    Room,
+    Unshared,
+    Update,
+)
 
 __all__ = [
     "Busy",
@@ -109,7 +122,8 @@ class LinkCore:
     """Keeps every master's part of the directory up to date. Time and randomness come in as arguments.
 
     `source` is the node with its DRAM, `cold` its cold tier if it has one: the masters hear of both in one stream of updates.
-    `facts` is called for every Join and Beat. `on_clear` is called from `step` with a namespace that another node cleared, and
+    `facts` is called for every Join and Beat, `engines` for every Beat: the ranks of this host, and a number that grows when
+    they change. `on_clear` is called from `step` with a namespace that another node cleared, and
     may raise Busy. Not thread-safe, but `notify` may be called from any thread."""
 
     def __init__(
@@ -122,10 +136,12 @@ class LinkCore:
         on_clear: Callable[[bytes], None] = lambda namespace: None,
         *,
         cold: ColdSource | None = None,
+        engines: Callable[[], tuple[int, Sequence[RankIdentity]]] = lambda: (0, ()),
         versions: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
         silent_s: float = SILENT_S,
     ) -> None:
         self.facts = facts
+        self.engines = engines
         self.source = source
         self.rng = rng
         self.log = log
@@ -152,6 +168,8 @@ class LinkCore:
         )
         self.room_table: tuple[float, list[Room]] = (float("-inf"), [])
         """Nodes with room, as a master said last, and until when that counts."""
+        self.unshared: list[Unshared] = []
+        """Engines of this host that cannot share, as a master said last. May be read by any thread."""
         self._tiers: dict[int, Changes] = tiers_of(source, cold)
         self._on_clear = on_clear
         self._sessions: dict[str, Session] = {}
@@ -336,6 +354,9 @@ class LinkCore:
 
     def take_room(self, room: list[Room], fresh_until: float) -> None:
         self.room_table = fresh_until, room
+
+    def take_unshared(self, unshared: list[Unshared]) -> None:
+        self.unshared = unshared
 
     def hear_clear(self, namespace: bytes) -> None:
         """A master passed a clear on. Done in the next step."""

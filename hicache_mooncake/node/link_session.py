@@ -15,6 +15,7 @@ from hicache_mooncake.protocol import (
     ClearNamespace,
     ClusterReport,
     ClusterStatus,
+    Engines,
     Join,
     Joined,
     Leave,
@@ -139,6 +140,8 @@ class Session:
         """Was one of them told before this node joined anew?"""
         self._clears_heard = 0
         """Of those that the master has passed on since we joined: all up to this number."""
+        self._engines_told = 0
+        """Number of the last Engines that the master was sent, as far as it has not lost it."""
 
     @property
     def listens(self) -> bool:
@@ -343,6 +346,10 @@ class Session:
         facts, usage = self.core.facts(), self.core.usage(now)
         self._beats_sent += 1
         load, self._sent_bytes = usage.sent_bytes - self._sent_bytes, usage.sent_bytes
+        number, ranks = self.core.engines() if self.version >= 2 else (0, ())
+        if number != self._engines_told:
+            self._engines_told = number
+            self.push(Engines(facts.node, facts.incarnation, number, list(ranks)))
         self.push(
             Beat(
                 facts.node,
@@ -357,6 +364,7 @@ class Session:
                 max(0, load),
                 usage.want_room and self.core.asks_for_room(self, now),
                 usage.room_bytes,
+                number,
             )
         )
 
@@ -374,6 +382,7 @@ class Session:
         self._repeats_clears = self.core.has_cold and any(self._clears.values())
         self._clears = dict.fromkeys(self._clears, 0)
         self._clears_heard = 0
+        self._engines_told = 0
         self.push(
             Join(
                 *self.core.versions,
@@ -466,6 +475,9 @@ class Session:
         self.gather_s = message.gather_s
         if self.core.asks_for_room(self, now):
             self.core.take_room(message.room, now + max(ROOM_FRESH_S, 3 * self._heartbeat_s))
+            self.core.take_unshared(message.unshared)
+        if message.want_engines:
+            self._engines_told = -1
         if message.want_snapshot and self._parts is None and self._beats_answered > self._beats_before_snapshot:
             self._snapshot_wanted = True
 

@@ -39,7 +39,9 @@ from hicache_mooncake.protocol import (
     ClusterReport,
     FromMaster,
     Question,
+    RankIdentity,
     Room,
+    Unshared,
     decoder,
     encode,
 )
@@ -117,7 +119,8 @@ class _Connection:
 class MasterLink:
     """A node's link to all of its masters. With none everything here is a no-op.
 
-    `source` is the node with its DRAM; `cold`, where it has one, its cold tier, of which the masters hear as well.
+    `source` is the node with its DRAM; `cold`, where it has one, its cold tier, of which the masters hear as well;
+    `engines` as in LinkCore.
     `start` starts the thread; `on_clear` is called on it when another node cleared a namespace. Everything public but `start`
     and `close` is for any thread. `key` is the cluster's; without one only masters on this host are connected to, unless
     `allow_unauthenticated`. `resolve` maps a master's address to the one to connect to, at each connection anew; by default
@@ -132,6 +135,7 @@ class MasterLink:
         *,
         log: logging.Logger,
         cold: ColdSource | None = None,
+        engines: Callable[[], tuple[int, Sequence[RankIdentity]]] = lambda: (0, ()),
         key: ClusterKey | None = None,
         allow_unauthenticated: bool = False,
         resolve: Resolve | None = None,
@@ -162,6 +166,7 @@ class MasterLink:
             log,
             on_clear,
             cold=cold,
+            engines=engines,
             versions=(PROTOCOL_MIN, PROTOCOL_MAX),
             silent_s=SILENT_S,
         )
@@ -260,6 +265,10 @@ class MasterLink:
         list object until a new one comes: do not change it."""
         fresh_until, room = self._core.room_table
         return room if time.monotonic() <= fresh_until else []
+
+    def unshared(self) -> list[Unshared]:
+        """Engines of this host that cannot share, as a master said last. Do not change it."""
+        return self._core.unshared
 
     def lookup(self, questions: Sequence[Question], timeout_s: float) -> Answers | None:
         """Who holds these pages? See Answers. None when no master answers, after at most `timeout_s`, and at once while the

@@ -19,6 +19,9 @@ _GAUGES = {
     "writing": "Batches that are being written.",
     "namespaces": "Namespaces with at least one object.",
     "connections": "Ranks and movers connected.",
+    "engines": "Engines of this host that have said who they are.",
+    "unshared_engines": "Engines of this host that should share pages with the other side of a prefill and decode cluster, and "
+    "cannot; the log, /health and `hicache-mooncake status` say why.",
     "remote_readers": "Connections of other hosts' movers.",
     "links": "Links to other nodes that stand.",
     "links_making": "Links being made.",

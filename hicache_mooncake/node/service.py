@@ -44,6 +44,7 @@ from hicache_mooncake.node.store import Store
 from hicache_mooncake.observe import Observatory
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.security import ClusterKey, SecurityError
+from hicache_mooncake.sharing import sentence
 from hicache_mooncake.stacks import StackDump
 from hicache_mooncake.transfer import addresses
 from hicache_mooncake.transfer.mapping import HUGE_PAGE, Mapping, create_memfd
@@ -54,6 +55,8 @@ from hicache_mooncake.transfer.tls import Tls, TlsError
 log = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.05
+_COMPARE_S = 0.5
+"""How often it is looked for engines of this host that cannot share."""
 _SNAPSHOT_PART_KEYS = 16_384
 _BRIEFLY_S = 0.02
 _NEXT_PART_S = 0.2
@@ -121,6 +124,8 @@ class Node:
         self.giver = Giver(self)
         self.cold: ColdTier | None = None
         self.cold_writer: ColdWriter | None = None
+        self.unshared: list[p.Unshared] = []
+        """Engines of this host that cannot share with others: as a master says, where there is one. Replaced, never changed."""
         self.started_at = time.monotonic()
         self._joined_at = self.started_at
         """When a master was last known to answer."""
@@ -166,6 +171,7 @@ class Node:
             self._clear_from_master,
             log=log,
             cold=self.cold,
+            engines=lambda: self.core.engines_told,
             key=key,
             allow_unauthenticated=self.settings.allow_unauthenticated,
         )
@@ -329,7 +335,14 @@ class Node:
                 return p.Cleared(self.clear(message.namespace, everywhere=message.everywhere))
             case p.AdminStatus():
                 cluster = self.link.cluster_status(LOOKUP_TIMEOUT_S)
-                return p.AdminReport(self.report(), cluster.nodes if cluster is not None else [])
+                with self.lock:
+                    ranks = self.core.sharing.ranks()
+                return p.AdminReport(self.report(), cluster.nodes if cluster is not None else [], ranks, self.unshared)
+            case p.Describe():
+                with self.lock:
+                    self.core.describe(owner, message.rank, time.monotonic())
+                engine = message.rank.engine
+                return p.Described([pair for pair in self.unshared if engine in (pair.prefill, pair.decode)])
             case p.Landed():
                 self.rooms.landed(owner, message)
                 return None
@@ -463,8 +476,12 @@ class Node:
     # ------------------------------------------------------------------ housekeeping
 
     def _housekeeping(self) -> None:
+        compare_at = 0.0
         while not self._stopping.wait(_HOUSEKEEPING_S):
             self.alive()
+            if time.monotonic() >= compare_at:
+                compare_at = time.monotonic() + _COMPARE_S
+                self._compare_engines()
             if self.link.state in ("joined", "no master configured"):
                 self._joined_at = time.monotonic()
             went = 0
@@ -478,6 +495,21 @@ class Node:
             if went:
                 self.link.notify()
 
+    def _compare_engines(self) -> None:
+        if self.settings.masters:
+            found = self.link.unshared()
+        else:
+            with self.lock:
+                found = list(self.core.sharing.verdict(time.monotonic()).unshared)
+        if found == self.unshared:
+            return
+        before, self.unshared = self.unshared, found
+        for pair in found:
+            if pair not in before:
+                self._quiet(logging.WARNING, f"unshared {pair.prefill.hex()} {pair.decode.hex()}", sentence(pair))
+        if not found:
+            log.info("every engine of this host that serves prefill or decode shares with one of the other side, or has none")
+
     def _missed(self) -> dict[str, int]:
         with self._within(_HEALTH_LOCK_S):
             return dict(self.core.missed)
@@ -489,7 +521,14 @@ class Node:
         stuck = self._stuck()
         problems = stuck + self._masters_away(master)
         status = "degraded" if problems else "draining" if self.core.draining else "ok"
-        answer = {"status": status, "node": self.name, "master": master, "objects": self.store.objects, "problems": problems}
+        answer = {
+            "status": status,
+            "node": self.name,
+            "master": master,
+            "objects": self.store.objects,
+            "problems": problems,
+            "unshared": [sentence(pair) for pair in self.unshared],
+        }
         return not stuck, answer
 
     def _stuck(self) -> list[str]:
@@ -528,6 +567,9 @@ class Node:
         }
         with self._within(_HEALTH_LOCK_S):
             report |= self.core.report(now)
+            engines = {rank.engine for rank in self.core.sharing.ranks()}
+        report["engines"] = len(engines)
+        report["unshared_engines"] = len(engines & {each for pair in self.unshared for each in (pair.prefill, pair.decode)})
         report.update(self.ranks.report())
         report.update(self.data.report())
         report.update(self.rooms.report())

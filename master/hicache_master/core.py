@@ -15,6 +15,7 @@ from hicache_mooncake.protocol import (
     ClearNamespace,
     ClusterReport,
     ClusterStatus,
+    Engines,
     Join,
     Joined,
     Leave,
@@ -27,9 +28,11 @@ from hicache_mooncake.protocol import (
     Report,
     Room,
     Snapshot,
+    Unshared,
     Update,
     negotiate,
 )
+from hicache_mooncake.sharing import MAX_RANKS_OF_SOURCE, SharingTable, sentence
 
 from .directory import Directory
 from .lookups import Lookups
@@ -98,6 +101,10 @@ class MasterCore:
         self.streams = Streams(self.directory, self.shard, self.stats)
         self._lookups = Lookups(self.directory, self.membership, self.streams, self.stats)
         self._senders: dict[str, bytes] = {}
+        self.sharing = SharingTable()
+        """The engines of all nodes, and which of them can never share."""
+        self._unshared: dict[tuple[bytes, bytes], Unshared] = {}
+        """As said in the log."""
         self._room = RoomTable(rng)
         self._born: float | None = None
         self._recent_clears: dict[bytes, tuple[str, float]] = {}
@@ -142,6 +149,8 @@ class MasterCore:
                 return self._clear(message, sender)
             case ClusterStatus():
                 return [(sender, self._report(message.brief, now))]
+            case Engines():
+                return self._engines(message, sender, now)
         raise ProtocolError(f"{type(message).__name__} is not for a master")
 
     def heard(self, message: Message, now: float) -> None:
@@ -165,6 +174,7 @@ class MasterCore:
                 self.streams.break_off(stream)
         for member in self.membership.recover(now):
             self.notes.append((logging.INFO, f"node {member.name!r} is answered again: one more failed read sends it back"))
+        self._compare_engines(now)
         self.directory.sweep(SWEEP_KEYS_PER_TICK)
         self._full = self._full and not self.streams.have_room
         self._warm(now)
@@ -189,6 +199,8 @@ class MasterCore:
         self.directory.validate()
         self.membership.validate()
         self.streams.validate()
+        self.sharing.validate()
+        assert set(self.sharing.sources()) <= {stream.name for stream in self.streams}
         assert {stream.name for stream in self.streams} == {member.name for member in self.membership.live()}
         assert set(self._senders) == set(self._clears_told) == {stream.name for stream in self.streams}
         assert set(self._clears_due) == set(self._clears_told)
@@ -387,7 +399,25 @@ class MasterCore:
             gather_s=self._gather_s(),
             room=room,
             clears=self._clears_told[member.name],
+            want_engines=message.engines != self.sharing.number(member.name),
+            unshared=self.sharing.verdict(now).of(self.sharing.ids(member.name)),
         )
+
+    def _engines(self, message: Engines, sender: bytes, now: float) -> Output:
+        if len(message.ranks) > MAX_RANKS_OF_SOURCE:
+            raise ProtocolError(f"{len(message.ranks)} ranks of one node")
+        if self._heard(message.node, message.incarnation, sender, now) is None:
+            return [(sender, BeatReply(self.incarnation, known=False, want_snapshot=False))]
+        self.sharing.put(message.node, message.ranks, now, message.number)
+        return []
+
+    def _compare_engines(self, now: float) -> None:
+        verdict = self.sharing.verdict(now)
+        found = {(pair.prefill, pair.decode): pair for pair in verdict.unshared}
+        for key, pair in found.items():
+            if self._unshared.get(key) != pair:
+                self._warn(sentence(pair))
+        self._unshared = found
 
     def _failed_reads(self, message: Report, sender: bytes, now: float) -> None:
         if self._heard(message.node, message.incarnation, sender, now) is None:
@@ -411,6 +441,7 @@ class MasterCore:
         del self._senders[name]
         del self._clears_told[name], self._clears_due[name]
         self.streams.close(name)
+        self.sharing.drop(name, self._now)
 
     # ------------------------------------------------------------------ the stream of updates
 
@@ -470,6 +501,8 @@ class MasterCore:
             self.warming,
             self.role,
             self.masters,
+            [] if brief else list(self.sharing.verdict(now).unshared),
+            {} if brief else self.sharing.roles(),
         )
 
     def _info(self, member: Member, now: float) -> NodeInfo:

@@ -37,6 +37,7 @@ from hicache_mooncake.protocol import (
     encode,
 )
 from hicache_mooncake.security import Doorkeeper, SecurityError, secure_server
+from hicache_mooncake.sharing import sentence
 from hicache_mooncake.stacks import StackDump
 
 from .backlog import Backlog, Waiting
@@ -114,6 +115,11 @@ class View:
     refusals: list[dict[str, str | int]]
     nodes: dict[str, int]
     counters: dict[str, int]
+    engines: dict[str, int]
+    """By role."""
+    unshared_engines: int
+    unshared: list[str]
+    """Prefill and decode engines that can never share, a sentence each."""
 
 
 class MasterServer:
@@ -355,6 +361,7 @@ class MasterServer:
             {"at": _wall(refusal.at, now), "node": refusal.node, "reason": refusal.reason, "times": refusal.times}
             for refusal in core.refusals.last()
         ]
+        verdict = core.sharing.verdict(now)
         self.view = View(
             now,
             len(core.directory),
@@ -366,6 +373,9 @@ class MasterServer:
             refusals,
             core.membership.counts(),
             counters,
+            core.sharing.roles(),
+            len(verdict.engines),
+            [sentence(pair) for pair in verdict.unshared],
         )
 
 
@@ -519,6 +529,15 @@ class _Metrics(Collector):  # type: ignore[misc]
         shard = GaugeMetricFamily("hicache_master_shard_info", "Which part of the keys this master has.", labels=["shard"])
         shard.add_metric([view.shard], 1)
         yield shard
+        engines = GaugeMetricFamily("hicache_master_engines", "Engines that have said who they are, by role.", labels=["role"])
+        for role, count in view.engines.items():
+            engines.add_metric([role], count)
+        yield engines
+        yield GaugeMetricFamily(
+            "hicache_master_unshared_engines",
+            "Prefill and decode engines that should share pages with the other side and cannot; /health says why.",
+            value=view.unshared_engines,
+        )
         for field_name, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"hicache_master_{name}", text, value=view.counters.get(field_name, 0))
 
@@ -537,6 +556,8 @@ def _serve_http(listen: str, server: MasterServer) -> Observatory:
             "strangers": view.counters["strangers"],
             "etcd": view.etcd,
             "refusals": view.refusals,
+            "engines": view.engines,
+            "unshared": view.unshared,
         }
 
     host, port = _split(listen, "metrics", None)
