@@ -41,14 +41,15 @@ class Introduction:
         make: Callable[[], p.RankIdentity | None],
         hear: Callable[[list[p.Unshared]], None],
         *,
-        first_s: float = FIRST_S,
-        every_s: float = EVERY_S,
+        first_s: float | None = None,
+        every_s: float | None = None,
     ) -> None:
         self._settings = settings
         self._client = client
         self._make = make
         self._hear = hear
-        self._first_s, self._every_s = first_s, every_s
+        self._first_s = FIRST_S if first_s is None else first_s
+        self._every_s = EVERY_S if every_s is None else every_s
         self._quiet = QuietLog(log)
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
         self._closed = threading.Event()
