@@ -22,7 +22,8 @@ help:
 	@echo "make bench-master  the master's; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares with it"
 	@echo "make bench-scale   one shard of a cluster of 1,000 nodes: messages, bytes and CPU a second"
 	@echo "make failures    the tests of faults, and docs/failures.md from those that passed"
-	@echo "make soak        a cluster at full load for 20 minutes: does anything grow?"
+	@echo "make soak        a cluster at full load for 20 minutes: does anything grow? BENCH_ARGS='--cold DIR': with cold tiers there,"
+	@echo "                 whose disk is written and read all the time"
 	@echo "make venv        only make $(VENV), 3 GB; demo and test do it when it is missing"
 	@echo "make clean       remove what was built, logs and caches; distclean: $(VENV) too"
 	@echo

@@ -4,10 +4,12 @@ Two masters and three nodes with segments so small that eviction, spill and repl
 look up and load as fast as the machine lets them, some with their time cut short; a namespace that is cleared every few
 seconds; and now and then a fault: a mover killed or stopped, a node stopped, drained or killed and started again, a master
 killed. `--links tcp` lets pages of other nodes come by links, which `--links verbs` makes over RDMA where there are devices;
-`--idle 120` ends each eighth of the run with two minutes in which nothing is done. Every loaded byte is compared. Every
-process is looked at every 5 s: memory of its own (without segments and host pools, which are shared), descriptors, threads;
-every node: pinned bytes, room that is reserved and not committed, room that is lent to links, objects, connections, links and
-their rails (pairs of RDMA ports, a queue pair at each end); every master: keys.
+`--idle 120` ends each eighth of the run with two minutes in which nothing is done. `--cold DIR` gives each node a cold tier
+there of eight times its DRAM, and asks for more (and larger) pages than DRAM has room for, so that the disk is written and read
+all the time. Every loaded byte is compared. Every process is looked at every 5 s: memory of its own (without segments and host
+pools, which are shared), descriptors, threads; every node: pinned bytes, room that is reserved and not committed, room that is
+lent to links, objects, connections, links and their rails (pairs of RDMA ports, a queue pair at each end), what its tier's
+file and index take of the disk; every master: keys.
 
 What lives through most of the run is compared with itself: it grows when it has more in the last quarter than in the second,
 and goes on growing to the end; what fills up to its bound and stays there does not. Prints a table and fails (exit status 1)
@@ -28,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -39,6 +41,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from benchmarks.harness import ROOT
+from hicache_mooncake.cold.directory import PAGES, own_path
 from hicache_mooncake.testing.local import free_port, page_hash
 from tests.faults.cluster import HANG_S, NS, Cluster, Load, descriptors, paused, resident_bytes, threads
 from tests.linked import TCP, brought
@@ -47,10 +50,33 @@ MIB = 1 << 20
 SAMPLE_S = 5.0
 PAGE_BYTES = 64 << 10
 BATCH = 8
-NODES = {"a": "48MiB", "b": "64MiB", "c": "96MiB"}
+NODES = {"a": 48 * MIB, "b": 64 * MIB, "c": 96 * MIB}
+"""Their DRAM."""
+COLD_PAGE_BYTES = 256 << 10
+"""With cold tiers: a disk is to be kept busy by two cores."""
+TIER_SHARE = 8
+"""A cold tier is so much larger than its node's DRAM."""
+MOST_AMPLIFICATION = 2.0
+"""Of a tier that began empty: half of each segment that is emptied may be written once more."""
+WORKING_SET_SHARE = 2.5
+"""With cold tiers: what is asked for, over all of the nodes' DRAM."""
 OTHER = b"o" * 16
 """The namespace that is cleared."""
 COUNTERS = ("spilled", "replicated", "evicted", "stored", "loaded", "taken", "replicas_kept")
+COLD_COUNTERS = (
+    "evicted_unkept",
+    "promoted",
+    "cold_written",
+    "cold_written_bytes",
+    "cold_kept",
+    "cold_kept_bytes",
+    "cold_emptied",
+    "cold_evicted",
+    "cold_unreadable",
+    "cold_damaged",
+    "cold_not_written",
+    "cold_errors",
+)
 LINK_COUNTERS = ("links_made", "links_failed", "link_fences", "link_fences_failed", "link_received_bytes")
 PARTS = 8
 """Each with its time of rest: the quarters that are compared have the same."""
@@ -61,7 +87,7 @@ ALLOWED: dict[str, Callable[[float], float]] = {
     "memory": lambda before: max(4 * MIB, before * 0.05),
     "descriptors": lambda before: 4,
     "threads": lambda before: 4,
-    "pinned": lambda before: max(MIB, before),
+    "pinned": lambda before: max(4 * MIB, before),
     "reserved": lambda before: max(MIB, before),
     "objects": lambda before: max(64, before * 0.1),
     "connections": lambda before: 4,
@@ -69,9 +95,12 @@ ALLOWED: dict[str, Callable[[float], float]] = {
     "links": lambda before: 2,
     "rails": lambda before: 2,
     "keys": lambda before: max(256, before * 0.1),
+    "tier file": lambda before: MIB,
+    "tier index": lambda before: max(MIB / 4, before * 0.1),
+    "write amplification": lambda before: MOST_AMPLIFICATION,
 }
 """How much more than in the second quarter of the run counts as noise."""
-UNITS = {"memory": MIB, "pinned": MIB, "reserved": MIB, "lent": MIB}
+UNITS = {"memory": MIB, "pinned": MIB, "reserved": MIB, "lent": MIB, "tier file": MIB, "tier index": MIB}
 
 
 @dataclass
@@ -117,14 +146,18 @@ class Series:
 
 
 class Soak:
-    def __init__(self, cluster: Cluster, seed: int, *, links: bool = False) -> None:
+    def __init__(self, cluster: Cluster, seed: int, *, links: bool = False, cold: Path | None = None) -> None:
         self.cluster = cluster
         self.links = links
+        self.cold = cold
+        self.counters = (*COUNTERS, *(LINK_COUNTERS if links else ()), *(COLD_COUNTERS if cold else ()))
         self.rng = random.Random(seed)
         self.series: dict[tuple[str, str], Series] = {}
         self.faults: Counter[str] = Counter()
         self.totals: Counter[str] = Counter()
         self._reported: dict[str, Counter[str]] = {}
+        """Of each life of a process, what has been added to the totals."""
+        self.tier_problems: Counter[str] = Counter()
         self.errors: list[BaseException] = []
         self.began = time.monotonic()
         self.stopping = threading.Event()
@@ -144,6 +177,8 @@ class Soak:
         for who, pid in processes.items():
             try:
                 figures = {"memory": resident_bytes(pid), "descriptors": descriptors(pid), "threads": threads(pid)}
+                if self.cold is not None:
+                    self._add(f"disk {pid}", disk_bytes(pid))
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it ended just now
             self._note(who, pid, now, figures)
@@ -154,20 +189,32 @@ class Soak:
             node = report.node
             pid, objects = int(node["pid"]), int(node["objects"])
             lent = int(node["landing_bytes"])
-            reserved = int(node["used_bytes"]) - objects * PAGE_BYTES - lent
+            reserved = int(node["used_bytes"]) - objects * self.cluster.page_bytes - lent
             figures = {"objects": objects, "reserved": reserved, "connections": int(node["connections"])}
             if self.links:
                 rails = [int(value) for key, value in node.items() if key.endswith((" rails", " rails not up"))]
                 figures |= {"lent": lent, "links": int(node["links"])} | ({"rails": sum(rails)} if rails else {})
+            if self.cold is not None:
+                figures |= {
+                    "tier file": allocated_bytes(own_path(self.cold / name) / PAGES),
+                    "tier index": int(node["cold_index_bytes"]),
+                    "write amplification": float(node["cold_write_amplification"]),
+                }
+                if node["cold_problem"]:
+                    self.tier_problems[f"{name}: {node['cold_problem']}"] += 1
             self._note(f"node {name}", pid, now, figures | {"pinned": int(node["pinned_bytes"])})
-            lives = self._reported.setdefault(f"{name} {pid}", Counter())
-            for counter in (*COUNTERS, *(LINK_COUNTERS if self.links else ())):
-                self.totals[counter] += int(node[counter]) - lives[counter]
-                lives[counter] = int(node[counter])
+            self._add(f"node {pid}", {counter: int(node[counter]) for counter in self.counters})
             if report.cluster:
                 self._note("masters", 0, now, {"keys": sum(info.keys for info in report.cluster if info.state != "gone")})
 
-    def _note(self, who: str, pid: int, now: float, figures: dict[str, int]) -> None:
+    def _add(self, life: str, counted: dict[str, int]) -> None:
+        """What this life of a process has counted so far goes into the totals."""
+        before = self._reported.setdefault(life, Counter())
+        for counter, value in counted.items():
+            self.totals[counter] += value - before[counter]
+            before[counter] = value
+
+    def _note(self, who: str, pid: int, now: float, figures: Mapping[str, float]) -> None:
         for what, value in figures.items():
             self.series.setdefault((who, what), Series(who, what)).points.append((now, pid, float(value)))
 
@@ -273,10 +320,28 @@ class Soak:
             "stored",
             "loaded",
             *(["link_received_bytes"] if self.links else []),
+            *(["promoted", "cold_written", "cold_emptied", "read from the disk"] if self.cold else []),
         ):
             if not self.totals[counter]:
                 found.append(f"nothing was {counter}: this run does not show what it should")
-        return found
+        return found + (self.tiers_wrong(length_s) if self.cold is not None else [])
+
+    def tiers_wrong(self, length_s: float) -> list[str]:
+        """What must hold of cold tiers however much goes through them."""
+        found = [
+            f"{self.totals[counter]} pages or calls: {counter}"
+            for counter in ("cold_damaged", "cold_errors")
+            if self.totals[counter]
+        ]
+        for (who, what), series in self.series.items():
+            highest = max(value for _, _, value in series.points)
+            # The file system's own blocks count as the file's.
+            if what == "tier file" and highest > tier_bytes(who.removeprefix("node ")) + MIB:
+                found.append(f"the tier's file of {who} had {highest / MIB:.0f} MiB, more than it may")
+            # A node that starts with a full tier has written little when it first keeps what is asked for again and again.
+            if what == "write amplification" and series.lived(length_s) and highest > MOST_AMPLIFICATION:
+                found.append(f"{what} of {who} was {highest:.2f}")
+        return found + [f"node {text} ({count} times)" for text, count in self.tier_problems.items()]
 
     def leftovers(self) -> list[str]:
         """At rest nothing is pinned, reserved or hung on to."""
@@ -286,7 +351,7 @@ class Soak:
             left = []
             for name in NODES:
                 node = self.cluster.report(name)
-                reserved = int(node["used_bytes"]) - int(node["objects"]) * PAGE_BYTES
+                reserved = int(node["used_bytes"]) - int(node["objects"]) * self.cluster.page_bytes
                 lost = node["quarantined_bytes"]
                 if node["pinned_bytes"] or reserved or lost:
                     left.append(f"node {name} at rest: {node['pinned_bytes']} bytes pinned, {reserved} reserved, {lost} lost")
@@ -306,7 +371,7 @@ def table(soak: Soak, length_s: float) -> Table:
     for series in sorted(soak.series.values(), key=lambda each: (list(ALLOWED).index(each.what), each.who)):
         life, unit = series.life(), UNITS.get(series.what, 1)
         marks = [life[0][1], *(at_time(life, length_s * part) for part in (0.25, 0.5)), life[-1][1]]
-        form = "{:.1f}" if unit == MIB else "{:.0f}"
+        form = "{:.1f}" if unit == MIB else "{:.3g}" if series.what == "write amplification" else "{:.0f}"
         cells = ["–" if mark is None else form.format(mark / unit) for mark in marks]
         slope = f"{series.slope() / unit:+.1f}" if series.lived(length_s) else f"new at {life[0][0] / 60:.0f} min"
         what = f"{series.what}, MiB" if unit == MIB else series.what
@@ -370,6 +435,19 @@ def plot(soak: Soak, length_s: float, title: str) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def disk_bytes(pid: int) -> dict[str, int]:
+    """What a process has had the disks read and write."""
+    lines = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return {"read from the disk": int(lines["read_bytes"]), "written to the disk": int(lines["write_bytes"])}
+
+
+def allocated_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
 def commit() -> str:
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
@@ -388,24 +466,41 @@ def transport_options(links: str, folder: Path) -> Iterator[list[str]]:
         os.environ["PYTHONPATH"] = before
 
 
+def tier_bytes(name: str) -> int:
+    """Of this node's cold tier, if it has one."""
+    return TIER_SHARE * NODES[name]
+
+
 def run(
-    minutes: float, seed: int, folder: Path, console: Console, *, links: str = "", idle_s: float = 0.0
+    minutes: float,
+    seed: int,
+    folder: Path,
+    console: Console,
+    *,
+    links: str = "",
+    idle_s: float = 0.0,
+    cold: Path | None = None,
 ) -> tuple[Soak, Load, float, list[str]]:
-    with transport_options(links, folder) as transport, Cluster(folder, page_bytes=PAGE_BYTES, batch=BATCH) as cluster:
+    """`cold`: an empty directory, for the nodes' cold tiers."""
+    page_bytes = PAGE_BYTES if cold is None else COLD_PAGE_BYTES
+    remembered = 250 if cold is None else int(WORKING_SET_SHARE * sum(NODES.values())) // (page_bytes * BATCH)
+    with transport_options(links, folder) as transport, Cluster(folder, page_bytes=page_bytes, batch=BATCH) as cluster:
         for name in ("m1", "m2"):
             cluster.master(name)
         for name, dram in NODES.items():
             listen = f"127.0.0.1:{free_port()}"  # the same in every life, as in a cluster that is configured
-            cluster.node(name, "--drain-s", "3", "--host-id", name, *transport, dram=dram, listen=listen)
+            tier = () if cold is None else ("--cold", str(cold / name), "--cold-bytes", str(tier_bytes(name)))
+            options = ("--drain-s", "3", "--host-id", name, *transport, *tier)
+            cluster.node(name, *options, dram=str(dram), listen=listen)
         for name in NODES:
             cluster.rank(name)
             cluster.rank(name, name=f"{name}2", shared=True)
         cluster.whole()
-        soak = Soak(cluster, seed, links=bool(links))
+        soak = Soak(cluster, seed, links=bool(links), cold=cold)
         load = Load(
             cluster,
             namespaces=[NS, b"m" * 16],
-            remembered=250,
+            remembered=remembered,
             pause_s=0.0,
             store_pause_s=0.05,
             seed=seed,
@@ -459,13 +554,18 @@ def main() -> int:
     parser.add_argument(
         "--links", metavar="TRANSPORT", default="", help="of pages of other nodes: tcp, verbs, or one installed"
     )
+    parser.add_argument("--cold", metavar="DIR", type=Path, help="nodes have cold tiers in a folder that is made there")
     parser.add_argument("--idle", metavar="SECONDS", type=float, default=0.0, help="of rest in each eighth of the run")
     parser.add_argument("--plot", type=Path, help="write an SVG with everything that was seen")
     options = parser.parse_args()
     console = Console(width=max(110, Console().width))
-    with tempfile.TemporaryDirectory(prefix="hicache-soak-") as folder:
+    with contextlib.ExitStack() as folders:
+        folder = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="hicache-soak-")))
+        cold = None
+        if options.cold is not None:
+            cold = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="hicache-soak-", dir=options.cold)))
         soak, load, length_s, problems = run(
-            options.minutes, options.seed, Path(folder), console, links=options.links, idle_s=options.idle
+            options.minutes, options.seed, folder, console, links=options.links, idle_s=options.idle, cold=cold
         )
     console.print(table(soak, length_s))
     record = load.record

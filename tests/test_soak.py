@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.soak import ALLOWED, MIB, NODES, Series, Soak, plot, run, table
+from benchmarks.soak import ALLOWED, COLD_COUNTERS, MIB, NODES, Series, Soak, plot, run, table, tier_bytes
 from tests.faults.cluster import Cluster
 
 LENGTH_S = 1200.0
@@ -52,6 +52,22 @@ def test_a_young_process_is_not_compared_with_its_former_life() -> None:
     assert restarted.between(0.25, 0.5, LENGTH_S) is None
 
 
+def test_what_a_cold_tier_must_never_do_is_noticed(tmp_path: Path) -> None:
+    soak = Soak(Cluster(tmp_path), 1, cold=tmp_path)
+    soak.series["node a", "tier file"] = over_time("tier file", tier_bytes("a"), 0.0)
+    soak.series["node a", "write amplification"] = over_time("write amplification", 1.5, 1.4)
+    soak.series["node c", "write amplification"] = over_time("write amplification", 9.0, 0.0, since=LENGTH_S / 2)
+    soak.totals.update(dict.fromkeys(COLD_COUNTERS, 1) | {"cold_damaged": 0, "cold_errors": 0})
+    assert soak.tiers_wrong(LENGTH_S) == []
+    soak.totals.update(cold_damaged=3, cold_errors=1)
+    soak.tier_problems["a: writing failed"] += 1
+    soak.series["node a", "tier file"].points.append((LENGTH_S, 1, tier_bytes("a") + 3.0 * MIB))
+    soak.series["node a", "write amplification"].points.append((LENGTH_S, 1, 2.01))
+    wrong = " ".join(soak.tiers_wrong(LENGTH_S))
+    for each in ("cold_damaged", "cold_errors", "writing failed", "387 MiB, more than it may", "was 2.01"):
+        assert each in wrong
+
+
 def test_the_table_and_the_plot_show_every_process(tmp_path: Path) -> None:
     soak = Soak(Cluster(tmp_path), 1)
     for who in ("node a", "load mover a", "node <b>"):
@@ -76,12 +92,20 @@ def test_the_table_and_the_plot_show_every_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("links", "idle_s"), [("", 0.0), ("tcp", 1.0)], ids=["tcp", "links and rests"])
-def test_a_short_soak_loses_nothing(tmp_path: Path, links: str, idle_s: float) -> None:
+@pytest.mark.parametrize(
+    ("links", "idle_s", "tier"),
+    [("", 0.0, False), ("tcp", 1.0, False), ("", 0.0, True)],
+    ids=["tcp", "links and rests", "cold tiers"],
+)
+def test_a_short_soak_loses_nothing(tmp_path: Path, links: str, idle_s: float, tier: bool) -> None:
     """A minute of everything at once: too short to tell growth from warming up, long enough for wrong bytes, hangs and
     leftovers."""
+    cold = None
+    if tier:
+        cold = tmp_path / "cold"
+        cold.mkdir()
     with (tmp_path / "out").open("w") as out:
-        soak, load, length_s, problems = run(1.0, 7, tmp_path, Console(file=out), links=links, idle_s=idle_s)
+        soak, load, length_s, problems = run(1.0, 7, tmp_path, Console(file=out), links=links, idle_s=idle_s, cold=cold)
     assert [problem for problem in problems if "grew" not in problem] == []
     assert load.record.wrong == 0
     assert length_s >= 60
