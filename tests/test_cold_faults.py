@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,13 +19,14 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from hicache_mooncake.cli import cold
 from hicache_mooncake.cold import tier as tier_module
 from hicache_mooncake.cold.index import Index, Key, Place
 from hicache_mooncake.cold.layout import Segment
 from hicache_mooncake.cold.pages_file import ColdError
 from hicache_mooncake.cold.tier import ColdTier
-from tests.cold import NS, OTHER, SMALL, announced, hashes, load, opened, small_tiers, store
-from tests.conftest import environment
+from tests.cold import NS, OTHER, SMALL, announced, body, hashes, load, opened, small_tiers, store
+from tests.conftest import environment, wait_until
 
 PAGE = SMALL // 64
 """Eight of them are a segment of a small tier."""
@@ -34,6 +36,7 @@ SEGMENT = SMALL // 8
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     small_tiers(monkeypatch)
+    monkeypatch.setattr(tier_module, "_PATIENCE_S", 20.0)  # the machine may be busy
 
 
 @pytest.fixture
@@ -72,7 +75,7 @@ def test_a_disk_that_hangs_does_not_keep_a_tier_from_closing(tmp_path: Path, mon
 
 def test_an_index_whose_disk_hangs_is_waited_for_by_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every lookup would hang, of pages in DRAM as well."""
-    monkeypatch.setattr(tier_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(tier_module, "_PATIENCE_S", 0.05)
     tier = opened(tmp_path, SMALL)
     page = hashes(1)
     store(tier, page, PAGE)
@@ -87,13 +90,41 @@ def test_an_index_whose_disk_hangs_is_waited_for_by_few(tmp_path: Path, monkeypa
     first = threading.Thread(target=tier.present, args=(NS, page), daemon=True)
     first.start()
     assert asked.wait(20)
+    wait_until(lambda: tier._patience.over, 20, "it hangs")
     at_once(lambda: tier.present(NS, page))
     assert tier.locate(NS, page, PAGE) == [None]
     assert "the index cannot be read" in str(tier.report()["cold_problem"])
     comes_back.set()
     first.join(20)
-    assert tier.report()["cold_problem"] == ""
+    wait_until(lambda: tier.report()["cold_problem"] == "", 20, "it hangs no more")
     assert tier.present(NS, page) == b"\x01"
+    tier.close()
+
+
+def test_figures_do_not_wait_for_an_index_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who looks at a node because its disk hangs is to be told so."""
+    monkeypatch.setattr(tier_module, "_PATIENCE_S", 0.05)
+    tier = opened(tmp_path, SMALL)
+    store(tier, hashes(3), PAGE)
+    wait_until(lambda: tier.report()["cold_pages"] == 3, 20, "there are figures")
+    pages, comes_back = tier._index.pages, threading.Event()
+
+    def hangs() -> int:
+        comes_back.wait()
+        return pages()
+
+    monkeypatch.setattr(tier._index, "pages", hangs)
+    before = threading.active_count()
+    at_once(tier.report)
+    at_once(lambda: [tier.report() for _ in range(5)])
+    figures = tier.report()
+    assert figures["cold_pages"] == 3, "as of before"
+    assert "the index cannot be read" in str(figures["cold_problem"])
+    assert threading.active_count() <= before + 1
+    store(tier, hashes(2), PAGE)
+    comes_back.set()
+    wait_until(lambda: tier.report()["cold_pages"] == 5, 20, "the figures are new")
+    wait_until(lambda: tier.report()["cold_problem"] == "", 20, "it hangs no more")
     tier.close()
 
 
@@ -364,6 +395,26 @@ def test_a_read_only_file_system_is_refused_with_a_sentence(small_disk: Path) ->
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(ColdError, match="Read-only file system"):
         opened(small_disk, SMALL)
+
+
+def test_a_page_larger_than_a_segment_costs_itself_and_the_operator_is_told_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = opened(tmp_path, SMALL)
+    large, others = hashes(1), hashes(4)
+    bodies = [body(others[0], PAGE), body(large[0], SEGMENT + 1), *(body(each, PAGE) for each in others[1:])]
+    assert tier.write(bodies, tier.clears) == [True, False, True, True, True]
+    assert load(tier, others, PAGE) == [True] * 4
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert tier.report()["cold_problem"] in said
+    assert f"pages of {(SEGMENT >> 10) + 4} KiB are never kept: one of {SEGMENT >> 10} KiB" in said
+    enough = int(re.findall(r"(\d+)mb or more", said)[0]) << 20
+    tier.close()
+    assert cold.clear(tmp_path, namespace=None, everything=True) == 0
+    tier = opened(tmp_path, enough)
+    assert store(tier, large, SEGMENT + 1) == [True]
+    assert tier.report()["cold_problem"] == ""
+    tier.close()
 
 
 # --------------------------------------------------------------------------- directories

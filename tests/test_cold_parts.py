@@ -288,6 +288,28 @@ def test_a_disk_that_hangs_altogether_costs_one_deadline_and_then_nothing(reader
     assert all(read(reader, _PLACES, soon()))
 
 
+def test_a_disk_that_hangs_costs_somebody_with_patience_no_more_than_that(reader: Reader, disk: Disk) -> None:
+    """And what has come by then comes all the same, but nothing more is begun."""
+    disk.hanging = {_PLACES[2][0]}
+    came = [view is not None for view in reader.read(_PLACES, soon(600), patience_s=1.0)]
+    assert came[:3] == [True, True, False]
+    assert not any(came[2 + reading.DEPTH :])
+    disk.hanging = {place[0] for place in _PLACES}
+    assert not any(view is not None for view in reader.read(_PLACES, soon(600), patience_s=0.05))
+    disk.hanging.clear()
+    disk.go_on.set()
+    wait_until(lambda: reader.stuck == 0, 30)
+    views = reader.read(_PLACES, soon(), patience_s=10.0)
+    assert all(right(place, view) for place, view in zip(_PLACES, views, strict=True))
+
+
+def test_the_time_that_a_reader_takes_for_what_came_is_none_of_the_disks(reader: Reader) -> None:
+    for place, view in zip(_PLACES, reader.read(_PLACES, soon(60), patience_s=3.0), strict=True):
+        assert right(place, view)
+        if place == _PLACES[0]:
+            time.sleep(3.2)
+
+
 def test_who_stops_early_leaves_the_next_one_all_there_is(reader: Reader) -> None:
     for _ in range(50):
         one = reader.read(_PLACES, soon())

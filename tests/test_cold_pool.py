@@ -148,7 +148,7 @@ def test_a_damaged_page_is_a_miss_and_blames_nobody(two_hosts: tuple[FakeRank, F
     here, reasons = load_all(other, pages)
     assert here < cold
     assert set(reasons) <= {"checksum_cold", "absent", "gone_remote", "master_warming"}
-    assert reasons["checksum_cold"]
+    assert reasons["checksum_cold"] + reasons["gone_remote"]
     there, reasons = load_all(writer, pages)
     assert set(reasons) <= {"checksum_cold", "absent", "master_warming"}
     assert there >= here
@@ -205,6 +205,17 @@ def test_files_that_are_deleted_under_a_live_node_cost_nobody_anything(
     assert found(rank, pages) == 0
     store_all(rank, pages)
     assert load_all(rank, pages)[0] > 200
+
+
+def test_a_node_with_a_tiny_tier_says_how_large_a_page_may_be(start_node: Callable[..., NodeProcess], tmp_path: Path) -> None:
+    node = start_node("a", "16MiB", (), options(tmp_path / "cold"))
+    assert node.log is not None
+    said = node.log.read_text()
+    assert "pages of more than 32768 KiB are never kept there" in said
+    assert "An empty one of 512mb (cold_bytes)" in said
+    larger = start_node("b", "16MiB", (), ("--cold", str(tmp_path / "b"), "--cold-bytes", "512mb", "--cold-floor", "0"))
+    assert larger.log is not None
+    assert "never kept" not in larger.log.read_text()
 
 
 def test_a_node_does_not_start_with_what_another_one_uses(start_node: Callable[..., NodeProcess], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -17,8 +18,9 @@ from hicache_mooncake.config import load_settings
 from hicache_mooncake.node import data_server
 from hicache_mooncake.node.service import Node
 from hicache_mooncake.security import ClusterKey
-from hicache_mooncake.testing.local import FakeRank, page_hash
+from hicache_mooncake.testing.local import FakeRank, page_hash, pattern
 from hicache_mooncake.transfer import tcp
+from tests.cold import body, content, hashes
 from tests.conftest import wait_until
 
 NS = b"n" * 16
@@ -131,3 +133,56 @@ def test_a_node_that_has_enough_readers_says_so(tmp_path: Path, monkeypatch: pyt
         assert node.data.report()["remote_refused_readers"] == 20
     finally:
         node.stop()
+
+
+def test_a_disk_that_hangs_keeps_no_other_host_from_what_is_in_dram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"socket": str(tmp_path / "node.sock"), "dram": "16MiB", "listen": "127.0.0.1:0", "metrics": "", "name": "n"}
+    options |= {"cold": str(tmp_path / "cold"), "cold_bytes": "64MiB", "cold_floor": "0"}
+    settings = load_settings({}, {}, options)[0]
+    node = Node(settings)
+    node.start()
+    rank = FakeRank(settings)
+    size = rank.page_bytes
+    warm, cold = [page_hash(number) for number in range(4)], hashes(4)
+    assert rank.store(NS, warm).ok == b"\x01" * 4
+    assert node.cold is not None
+    assert all(node.cold.write([body(each, size) for each in cold], node.cold.clears))
+    fd, preadv, go_on = node.cold._file.fd, os.preadv, threading.Event()
+
+    def hanging(of: int, views: list[memoryview], offset: int) -> int:
+        assert of != fd or go_on.wait(60)
+        return preadv(of, views, offset)
+
+    host, _, port = node.data_address.rpartition(":")
+    peer = p.Peer("n", node.incarnation, host, int(port))
+    pages = [page for pair in zip(cold, warm, strict=True) for page in pair]
+
+    def fetched(within_s: float) -> list[bytes | None]:
+        with contextlib.closing(tcp.PeerConnection(peer, time.monotonic() + 30)) as connection:
+            connection.request(p.Fetch(2, "r", NS, b"".join(pages), size, 1), time.monotonic() + 30)
+            until = time.monotonic() + within_s
+            status = connection.reply(until).status
+            source = connection.source(until)
+            return [_body(source, size) if each == p.LOCAL else None for each in status]
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", hanging)
+            for _ in range(3):  # the answer has ten seconds
+                assert fetched(within_s=8) == [pattern(page, size) if page in warm else None for page in pages]
+            go_on.set()
+        tier = node.cold
+        wait_until(lambda: tier.reader.stuck == 0, 30, "the disk answers")
+        assert fetched(within_s=30) == [pattern(page, size) if page in warm else content(page, size) for page in pages]
+    finally:
+        go_on.set()
+        rank.close()
+        node.stop()
+
+
+def _body(source: Callable[[list[memoryview]], int], size: int) -> bytes:
+    into = memoryview(bytearray(size))
+    left = into
+    while left:
+        left = left[source([left]) :]
+    return bytes(into)

@@ -6,7 +6,10 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
 
 
 class Patience:
@@ -41,3 +44,34 @@ class Patience:
         finally:
             with self._lock:
                 self._since.pop(number, None)
+
+
+class Newest(Generic[_T]):
+    """The newest answer of a call that may hang, made on a thread of its own: nobody waits longer than `most_s`, and then
+    the answer before it has to do. Thread-safe."""
+
+    def __init__(self, call: Callable[[], _T | None], most_s: float, first: _T) -> None:
+        """`call` must not raise; None from it is no answer. `first`: the answer until there is one."""
+        self._call = call
+        self._most_s = most_s
+        self._lock = threading.Lock()
+        self._answer = first
+        self._asking: threading.Thread | None = None
+
+    def get(self) -> _T:
+        with self._lock:
+            asking = self._asking
+            if asking is None or not asking.is_alive():
+                asking = self._asking = threading.Thread(target=self._ask, name="cold-newest", daemon=True)
+                try:
+                    asking.start()
+                except RuntimeError:  # no more threads for this user or container
+                    self._asking = None
+                    return self._answer
+        asking.join(self._most_s)
+        return self._answer
+
+    def _ask(self) -> None:
+        answer = self._call()
+        if answer is not None:
+            self._answer = answer

@@ -7,6 +7,7 @@ that hangs in the kernel holds a buffer and a thread of this reader, and nobody 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import deque
@@ -57,14 +58,16 @@ class Reader:
         """Waits for nothing. Who reads on gets nothing."""
         self._workers.close()
 
-    def read(self, wanted: Sequence[tuple[int, int]], deadline: float) -> Results:
+    def read(self, wanted: Sequence[tuple[int, int]], deadline: float, patience_s: float = math.inf) -> Results:
         """Bodies at these places (offset, length), in order, each in whole blocks. What went wrong for one that cannot be read,
-        and None for all that have not come by the deadline. A view is good until the next one is asked for. Whoever does not
-        go through it closes it."""
+        and None for all that have not come by the deadline, or when nothing has come for `patience_s`. A view is good until the
+        next one is asked for. Whoever does not go through it closes it."""
         groups = _grouped(wanted)
         ahead = max(2, min(self._depth, _BUFFER_BYTES // max((size for _, size, _ in groups), default=1)))
         under_way: deque[tuple[Future[None], memoryview]] = deque()
         begun = 0
+        last = deadline
+        deadline = min(last, time.monotonic() + patience_s)
         turn = self._turns.acquire(timeout=max(0.0, deadline - time.monotonic()))
         try:
             for at, group in enumerate(groups):
@@ -73,15 +76,18 @@ class Reader:
                     under_way.append(self._begin(groups[begun][0], groups[begun][1]))
                     begun += 1
                 came = self._come(under_way, deadline) if begun > at else None
+                if came is None:
+                    last = deadline  # nothing is waited for any more
                 start, _, bodies = group
                 if isinstance(came, BaseException) and len(bodies) > 1:
                     yield from self._one_by_one(bodies, deadline)
-                    continue
-                for offset, length in bodies:
-                    first = offset - start
-                    yield came[first : first + blocks(length)] if isinstance(came, memoryview) else came
+                else:
+                    for offset, length in bodies:
+                        first = offset - start
+                        yield came[first : first + blocks(length)] if isinstance(came, memoryview) else came
                 if isinstance(came, memoryview):
                     self._keep(came)
+                deadline = min(last, time.monotonic() + patience_s)
         finally:
             for future, buffer in under_way:
                 self._abandon(future, buffer, deadline)

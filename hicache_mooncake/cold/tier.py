@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -26,9 +27,9 @@ import xxhash
 from hicache_mooncake.cold import directory as places
 from hicache_mooncake.cold.asked import Asked
 from hicache_mooncake.cold.index import DAMAGE, Index, Key, Place, Records, map_bytes_for
-from hicache_mooncake.cold.layout import Layout, Mask, Segment, blocks, segment_bytes_for, suits
+from hicache_mooncake.cold.layout import LEAST_SEGMENTS, Layout, Mask, Segment, blocks, segment_bytes_for, suits
 from hicache_mooncake.cold.pages_file import ColdError, PagesFile
-from hicache_mooncake.cold.patience import Patience
+from hicache_mooncake.cold.patience import Newest, Patience
 from hicache_mooncake.cold.reading import Bodies, Reader
 from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.quiet import QuietLog
@@ -119,6 +120,7 @@ class ColdTier:
         """Damaged, and not yet forgotten by the index."""
         self._asked = Asked()
         self._patience = Patience(_PATIENCE_S)
+        self._size = Newest(self._size_now, _PATIENCE_S, (0, 0))
         self._failed_until = float("-inf")
         self._looked_at = time.monotonic()
         self._sound = False
@@ -228,6 +230,11 @@ class ColdTier:
     def pages(self) -> int:
         return self._index.pages()
 
+    @property
+    def largest_page(self) -> int:
+        """Bytes. A larger one is never kept."""
+        return self._layout.segment_bytes
+
     def present(self, namespace: bytes, hashes: Sequence[bytes]) -> bytes:
         """One byte a page: 1 where it is here."""
         return bytes(place is not None for place in self._find(namespace, hashes))
@@ -243,10 +250,12 @@ class ColdTier:
         """Which were asked for more than once lately: those belong into DRAM, and stay when their segment is emptied."""
         return [times >= _KEEP_AFTER for times in self._asked.times(namespace, hashes)]
 
-    def read(self, namespace: bytes, wanted: Sequence[tuple[bytes, Place]], deadline: float) -> Bodies:
-        """Bodies of these pages (hash, place), in order, each proved; None for one that is damaged or does not come in time. A
-        view is good until the next one is asked for."""
-        with contextlib.closing(self._blocks(namespace, wanted, deadline)) as reading:
+    def read(
+        self, namespace: bytes, wanted: Sequence[tuple[bytes, Place]], deadline: float, patience_s: float = math.inf
+    ) -> Bodies:
+        """Bodies of these pages (hash, place), in order, each proved; None for one that is damaged or does not come in time,
+        and for all others when nothing has come for `patience_s`. A view is good until the next is asked for."""
+        with contextlib.closing(self._blocks(namespace, wanted, deadline, patience_s)) as reading:
             for (_, place), view in zip(wanted, reading, strict=True):
                 yield None if view is None else view[: place.length]
 
@@ -326,7 +335,8 @@ class ColdTier:
         """As many as the open segment takes, from `first` on: one write, one transaction. Returns where the next begin."""
         size = blocks(bodies[first].length)
         if size > self._layout.segment_bytes:
-            return first + 1  # no segment takes it
+            self._too_large(size)
+            return first + 1
         if size > self._layout.room() and not self._begin_segment(size):
             return first
         end, size = first, 0
@@ -369,6 +379,16 @@ class ColdTier:
             (number, body.key, Place(offset, segment.filling, body.length, body.checksum, now))
             for number, body, offset in zip(numbers, bodies, offsets, strict=True)
         ]
+
+    def _too_large(self, size: int) -> None:
+        least = size * LEAST_SEGMENTS >> 20
+        text = (
+            f"pages of {size >> 10} KiB are never kept: one of {self._layout.segment_bytes >> 10} KiB is the largest that this "
+            f"tier takes. Stop the node, empty the tier (hicache-mooncake cold clear {self.path.parent} --all) and give it "
+            f"{least + 1}mb or more (cold_bytes)"
+        )
+        self._lasting = self._lasting or text
+        self._quiet(logging.WARNING, "too large", f"cold tier {self.path}: {text}")
 
     def _put(self, segment: Segment, records: Sequence[tuple[int, Key, Place]]) -> list[bool]:
         """In the index, for which the oldest pages make room if that takes it. Returns which are found now."""
@@ -585,9 +605,7 @@ class ColdTier:
     def report(self) -> dict[str, int | float | str | bool]:
         counts = self.counts
         written = counts.written_bytes + counts.kept_bytes
-        pages = index_bytes = 0
-        with self._guarded("reading the index"):
-            pages, index_bytes = self._index.pages(), self._index.file_bytes
+        pages, index_bytes = self._size.get()
         return {
             "cold_pages": pages,
             "cold_used_bytes": self._layout.used_bytes,
@@ -600,12 +618,21 @@ class ColdTier:
             **{f"cold_{name}": value for name, value in dataclasses.asdict(counts).items()},
         }
 
+    def _size_now(self) -> tuple[int, int] | None:
+        """Records in the index, and its bytes."""
+        with self._patience.call() as may, self._guarded("reading the index"):
+            if may:
+                return self._index.pages(), self._index.file_bytes
+        return None
+
     # ------------------------------------------------------------------ inside
 
-    def _blocks(self, namespace: bytes, wanted: Sequence[tuple[bytes, Place]], deadline: float) -> Bodies:
+    def _blocks(
+        self, namespace: bytes, wanted: Sequence[tuple[bytes, Place]], deadline: float, patience_s: float = math.inf
+    ) -> Bodies:
         """As `read`, in whole blocks."""
         bad: list[tuple[Key, Place]] = []
-        reading = self.reader.read([(place.offset, place.length) for _, place in wanted], deadline)
+        reading = self.reader.read([(place.offset, place.length) for _, place in wanted], deadline, patience_s)
         try:
             for (page_hash, place), view in zip(wanted, reading, strict=True):
                 if isinstance(view, memoryview):

@@ -42,6 +42,8 @@ _SEND_DEADLINE_S = 10.0
 _TAKE_DEADLINE_S = 20.0
 _LINK_SEND_S = 5.0
 """Writing over a link: its reader has long given up when this has passed."""
+_COLD_PATIENCE_S = 0.5
+"""With a disk from which nothing comes: what is in DRAM waits in the same answer, and its reader a second at most."""
 _IDLE_S = 600.0
 _STOP_S = 2.0
 _CHUNK = 256 << 10
@@ -257,29 +259,32 @@ class DataServer:
         cold: dict[int, Place],
         deadline: float,
     ) -> None:
-        """The answer, and the bodies in the order of their keys, from DRAM and from the disk. For one that cannot be read after
-        all zeros go out: the reader sees by its checksum that it did not come."""
-        status, checksum = bytearray(reply.status), list(reply.checksum)
-        for i, place in cold.items():
-            status[i], checksum[i] = p.LOCAL, place.checksum
-        column = bytes(i in cold for i in range(len(status)))
-        reply = msgspec.structs.replace(reply, status=bytes(status), checksum=checksum, cold=column)
-        queue = [memoryview(tcp.frame(reply))]
-        here = iter(bodies)
+        """The answer, and the bodies in the order of their keys, from DRAM and from the disk. It says of those that cannot be
+        read before the first that can that they are not here, which are all while the disk hangs. For one that cannot be read
+        after that zeros go out: the reader sees by its checksum that it did not come."""
         assert self._node.cold is not None
+        there = dict(cold)
         wanted = [(fetch.hashes[i * p.HASH_BYTES : (i + 1) * p.HASH_BYTES], place) for i, place in cold.items()]
-        with contextlib.closing(self._node.cold.read(fetch.namespace, wanted, deadline)) as reading:
-            for i, each in enumerate(status):
-                if i in cold:
-                    body = next(reading)
+        with contextlib.closing(self._node.cold.read(fetch.namespace, wanted, deadline, _COLD_PATIENCE_S)) as reading:
+            body = None
+            for i in cold:
+                body = next(reading)
+                if body is not None:
+                    break
+                del there[i]
+            queue = [memoryview(tcp.frame(_with_cold(reply, there)))]
+            here = iter(bodies)
+            for i, each in enumerate(reply.status):
+                if i in there:
                     tcp.send_bodies(sock, [*queue, memoryview(bytes(fetch.length)) if body is None else body], deadline)
                     queue = []
+                    body = next(reading, None)
                 elif each == p.LOCAL:
                     queue.append(next(here))
         tcp.send_bodies(sock, queue, deadline)
         with self._lock:
-            self.sent_pages += len(cold)
-            self.sent_bytes += len(cold) * fetch.length
+            self.sent_pages += len(there)
+            self.sent_bytes += len(there) * fetch.length
 
     def _send_over_link(self, fetch: p.Fetch, served: Served) -> p.FetchReply:
         """Write what is here straight into the reader's segment, if that can be: the answer says so."""
@@ -354,6 +359,15 @@ class DataServer:
             reason = f"node {self._node.name} speaks protocol {p.PROTOCOL_MIN}..{p.PROTOCOL_MAX}, not {version}"
             tcp.send_message(sock, p.Refused(reason))
             raise p.ProtocolError(f"reader {requester} speaks protocol {version}")
+
+
+def _with_cold(reply: p.FetchReply, there: dict[int, Place]) -> p.FetchReply:
+    """Of the keys that are not in DRAM these come from the disk."""
+    status, checksum = bytearray(reply.status), list(reply.checksum)
+    for i, place in there.items():
+        status[i], checksum[i] = p.LOCAL, place.checksum
+    column = bytes(i in there for i in range(len(status))) if there else b""
+    return msgspec.structs.replace(reply, status=bytes(status), checksum=checksum, cold=column)
 
 
 def _expected(push: p.Push, taking: Taking) -> Iterator[tuple[int, int, int]]:

@@ -24,6 +24,7 @@ from typing import TypeVar, cast
 
 from hicache_mooncake import __version__
 from hicache_mooncake import protocol as p
+from hicache_mooncake.cold.layout import LEAST_SEGMENTS
 from hicache_mooncake.cold.pages_file import ColdError
 from hicache_mooncake.cold.tier import ColdTier
 from hicache_mooncake.config import Settings, join_address
@@ -65,6 +66,8 @@ _MASTERS_AWAY_S = 30.0
 """Masters may be away for so long before the node says that it is not well."""
 _LONGEST_WAIT_S = 10.0
 _MAX_TO_SAY = 256
+_LARGE_PAGE_BYTES = 64 << 20
+"""Larger than those of most models."""
 
 _T = TypeVar("_T")
 
@@ -275,6 +278,15 @@ class Node:
         self._cleanup.callback(lambda: None if writer.hangs else tier.close())
         how = "past the page cache" if self.cold.direct else "through the page cache, since this file system has no direct I/O"
         log.info("cold tier %s: %d pages found, %d bytes at most, %s", settings.cold, self.cold.pages, settings.cold_bytes, how)
+        if self.cold.largest_page < _LARGE_PAGE_BYTES:
+            log.warning(
+                "cold tier %s is small: pages of more than %d KiB are never kept there, and those of a large model may be "
+                "larger. An empty one of %dmb (cold_bytes) takes pages of %d MiB",
+                settings.cold,
+                self.cold.largest_page >> 10,
+                _LARGE_PAGE_BYTES * LEAST_SEGMENTS >> 20,
+                _LARGE_PAGE_BYTES >> 20,
+            )
 
     @property
     def _cold_hangs(self) -> bool:
