@@ -126,6 +126,9 @@ class Settings:
     tls_ca: str = ""
     skip_when_slower: float = 0.0
     """Tokens a second that the engine prefills; 0: never."""
+    engine: str = "auto"
+    """auto, on or off."""
+    transfer_timeout_s: float = 30.0
     log_level: str = "info"
     sources: dict[str, str] = field(default_factory=dict, compare=False)
     """Attribute -> where its value came from."""

@@ -10,6 +10,7 @@ from hicache_mooncake.config_values import (
     COPY_MODES,
     DEFAULT_CLUSTER,
     DEFAULT_MASTER_PORT,
+    ENGINES,
     EVICTIONS,
     LOG_LEVELS,
     MAX_COPY_THREADS,
@@ -37,6 +38,7 @@ from hicache_mooncake.config_values import (
     parse_socket,
     parse_tenant,
     parse_text,
+    parse_transfer_timeout,
     parse_transport,
     parse_window,
     whole_number,
@@ -492,6 +494,24 @@ SETTINGS: tuple[Setting, ...] = (
         "are then misses, counted as not_worth_it.",
     ),
     Setting(
+        "engine",
+        "HICACHE_MOONCAKE_ENGINE",
+        ("engine",),
+        choice_of(ENGINES),
+        "auto",
+        "Whose transfer engine SGLang gets as `mooncake.engine` (disaggregation with the transfer backend mooncake). auto: "
+        "this package's where Mooncake's is not installed or does not load. on: this package's. off: Mooncake's or none. The "
+        "plugin reads it from the environment and the config file.",
+    ),
+    Setting(
+        "transfer_timeout_s",
+        "HICACHE_MOONCAKE_TRANSFER_TIMEOUT_S",
+        ("transfer_timeout_s",),
+        parse_transfer_timeout,
+        "30",
+        "Longest time one transfer of that engine may take before it counts as failed.",
+    ),
+    Setting(
         "log_level",
         "HICACHE_MOONCAKE_LOG_LEVEL",
         ("log_level",),
@@ -633,6 +653,12 @@ MOONCAKE_SETTINGS: tuple[MooncakeSetting, ...] = (
         (),
         "sets `transport=tcp`",
         _OFF,
+    ),
+    MooncakeSetting(
+        "transfer_timeout_s",
+        ("MC_TRANSFER_TIMEOUT",),
+        (),
+        "sets `transfer_timeout_s`",
     ),
     MooncakeSetting(
         "ib_port",

@@ -22,6 +22,8 @@ COPY_MODES = ("auto", "memfd", "process_vm", "segment")
 EVICTIONS = ("adaptive", "lru", "cost")
 VERBS_BINDINGS = ("auto", "ibverbs", "pyverbs")
 NUMA_MODES = ("auto", "off")
+ENGINES = ("auto", "on", "off")
+MAX_TRANSFER_TIMEOUT_S = 3600.0
 MAX_LANES = 16
 MAX_COPY_THREADS = 64
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -260,6 +262,13 @@ def parse_deadline(value: object) -> float:
     seconds = parse_number(value)
     if not 0.05 < seconds < 8:
         raise ValueError("the deadline lies above 0.05 s and below 8 s: SGLang gives up on its storage threads after 10 s")
+    return seconds
+
+
+def parse_transfer_timeout(value: object) -> float:
+    seconds = parse_number(value)
+    if not 0.1 <= seconds <= MAX_TRANSFER_TIMEOUT_S:
+        raise ValueError(f"a transfer may take from 0.1 to {MAX_TRANSFER_TIMEOUT_S:g} seconds")
     return seconds
 
 

@@ -39,9 +39,7 @@ def activate() -> None:
         done.append("this SGLang has no memfd host allocator, pages go by process_vm or the shared segment")
     if _register_embeddings():
         done.append("so is its store of multimodal embeddings")
-    if _REUSE_TE not in os.environ and not _mooncake_engine_imports():
-        os.environ[_REUSE_TE] = "0"
-        done.append(f"{_REUSE_TE}=0 since mooncake.engine cannot be imported")
+    done += _choose_engine()
     summary = f"hicache-mooncake plugin: {'; '.join(done)}. HICACHE_MOONCAKE_PLUGIN=off undoes it"
     log.info("%s", summary)
 
@@ -71,6 +69,35 @@ def _register_embeddings() -> bool:
         return False
     EmbeddingStoreFactory.register_backend("mooncake", "hicache_mooncake.embeddings", "HiCacheEmbeddings")
     return True
+
+
+def _choose_engine() -> list[str]:
+    """Whose `mooncake.engine` SGLang imports, and that the pool's engines start none that they do not need: what was done."""
+    wanted = _wanted_engine()
+    theirs = wanted != "on" and _mooncake_engine_imports()
+    ours = wanted == "on" or (wanted == "auto" and not theirs)
+    done = []
+    if _REUSE_TE not in os.environ and not theirs:
+        os.environ[_REUSE_TE] = "0"
+        done.append(f"{_REUSE_TE}=0 since the pool uses no mooncake.engine")
+    if ours:
+        from hicache_mooncake.messenger.install import install
+
+        install()
+    whose = "hicache-mooncake's" if ours else "Mooncake's" if theirs else "none, since Mooncake's cannot be imported"
+    return [*done, f"the engine of disaggregation by mooncake is {whose} (HICACHE_MOONCAKE_ENGINE={wanted})"]
+
+
+def _wanted_engine() -> str:
+    from hicache_mooncake.config import ConfigError, load_settings
+
+    try:
+        return load_settings(explicit={"node": "off"})[0].engine
+    except ConfigError as error:
+        said = os.environ.get("HICACHE_MOONCAKE_ENGINE", "").strip().lower()
+        wanted = said if said in ("on", "off") else "auto"
+        log.error("hicache-mooncake: HICACHE_MOONCAKE_ENGINE=%s is taken, since settings cannot be used: %s", wanted, error)
+        return wanted
 
 
 def _mooncake_engine_imports() -> bool:

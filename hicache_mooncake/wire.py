@@ -160,6 +160,16 @@ class Wire:
             os.close(fd)
         self._sock.close()
 
+    def finish(self) -> None:
+        """Nothing more is sent; the peer sees WireClosed."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def wake(self) -> None:
+        """Wake a thread that is blocked in `receive` on this connection; it sees WireClosed, and the peer nothing."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
+
     def shutdown(self) -> None:
         """Wake a thread that is blocked in `receive` on this connection; it sees WireClosed."""
         with contextlib.suppress(OSError):

@@ -170,6 +170,8 @@ def test_every_setting_can_be_given_in_every_layer() -> None:
         "tls_key": "/etc/hicache-mooncake/node.key",
         "tls_ca": "/etc/hicache-mooncake/ca.pem",
         "skip_when_slower": 8000,
+        "engine": "on",
+        "transfer_timeout_s": 45,
         "log_level": "debug",
     }
     attributes = {field.name for field in fields(Settings)} - {"sources"}
@@ -323,6 +325,7 @@ SILENT = {
     "MOONCAKE_DEVICE": ("mlx5_0,mlx5_1:2", "rdma_devices", ("mlx5_0", "mlx5_1:2")),
     "MC_GID_INDEX": ("3", "gid_index", 3),
     "MC_FORCE_TCP": ("1", "transport", "tcp"),
+    "MC_TRANSFER_TIMEOUT": ("45", "transfer_timeout_s", 45.0),
 }
 EXPLAINED = {
     "MOONCAKE_CLIENT": ("127.0.0.1:50052", "UNIX socket"),

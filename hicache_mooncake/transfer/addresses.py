@@ -147,6 +147,16 @@ def table() -> list[InterfaceAddress]:
     return found
 
 
+def is_own(host: str) -> bool:
+    """Whether all addresses of this host name are of this host's interfaces. May look it up."""
+    try:
+        found = {str(row[4][0]) for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        own = {row.address for row in table()}
+    except (OSError, AddressError):
+        return False
+    return all(address in own or ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+
+
 def towards(host: str, port: int, family: int = socket.AF_UNSPEC) -> str:
     """The address from which this host reaches another one. Sends nothing; may look up a name. Raises AddressError."""
     try:

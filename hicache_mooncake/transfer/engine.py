@@ -15,26 +15,28 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.backoff import Admission, Breaker
 from hicache_mooncake.config_values import is_loopback, split_address
 from hicache_mooncake.security import load_key
 from hicache_mooncake.transfer import engine_wire as w
+from hicache_mooncake.transfer.addresses import is_own
 from hicache_mooncake.transfer.engine_agree import agree, answer
 from hicache_mooncake.transfer.engine_peer import MAX_REGIONS, Peer, PeerReport, Region
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.transport import Transport, TransportError, TransportOptions, open_transport
 from hicache_mooncake.wire import Wire
 
-AUTO = ("shm", "verbs", "tcp")
+_ALIASES = {"auto": ("shm", "verbs", "tcp"), "rdma": ("verbs", "shm", "tcp")}
 _MAX_PEERS = 256
 _MAX_NOTICES = 4096
 """Of peers that are gone."""
 _MEETING_S = 60.0
 _BREAKER_FIRST_S, _BREAKER_MAX_S = 0.5, 8.0
 _MAX_TARGETS = 1024
+_SAMPLE_BYTES = 32
 _log = logging.getLogger("hicache_mooncake.engine")
 
 
@@ -78,8 +80,12 @@ class TransferEngine:
     * `name`: what peers know it by.
     * `listen`: host and port, 0 for any free one. `advertise`: the host that `address` names, where `listen` names none.
     * `transports`: schemes in the order in which they are tried with each peer; "auto" stands for shared memory on one host,
-      then RDMA verbs, then tcp.
+      then RDMA verbs, then tcp; "rdma" for the same with RDMA first.
     * `key_file`: the cluster's key (`hicache-mooncake keygen`). Without one only loopback is served and contacted.
+    * `without_key`: who is served and contacted without a key: "loopback", the processes of this host by any of its addresses
+      ("own host"), or everybody ("anybody"), who may then read and write all that is registered.
+    * `anonymous`: memory will be registered that is no mapping of a descriptor. Then shared memory is agreed on only with peers
+      that may reach into this process (see docs/transfer-engine.md), and not found out to fail by the first transfer.
     * `unix_socket`: path of the socket for peers on this host, which those in other network namespaces need; by default it
       is an abstract one.
 
@@ -97,13 +103,16 @@ class TransferEngine:
         options: TransportOptions | None = None,
         advertise: str = "",
         unix_socket: str = "",
+        without_key: Literal["loopback", "own host", "anybody"] = "loopback",
+        anonymous: bool = False,
     ) -> None:
         w.check_name(name)
         self.name = name
         host, _ = split_address(listen)
         key = load_key(key_file)
         self._data_key = key.data_key if key else b""
-        if key is None and not is_loopback(host):
+        self._without_key = without_key
+        if key is None and without_key == "loopback" and not is_loopback(host):
             raise ValueError(
                 f"listen={listen!r}: without a key only loopback is served, since whoever connects may read and write what is "
                 "registered: make a key with `hicache-mooncake keygen FILE` and give key_file=FILE to all engines"
@@ -120,11 +129,14 @@ class TransferEngine:
         self._late: deque[tuple[str, bytes]] = deque(maxlen=_MAX_NOTICES)
         self._closed = False
         self._boot_id = w.boot_id()
+        self._sample_bytes = ctypes.create_string_buffer(os.urandom(_SAMPLE_BYTES), _SAMPLE_BYTES)
+        self._anonymous = anonymous
         self._transports: dict[str, Transport] = {}
         self._unusable: dict[str, str] = {}
         self._open_transports(list(transports), options or TransportOptions())
         try:
-            self._door = w.Door(name, listen, unix_socket, self._data_key, self._visited)
+            own_host_only = key is None and without_key == "own host"
+            self._door = w.Door(name, listen, unix_socket, self._data_key, self._visited, own_host_only=own_host_only)
         except BaseException:
             for transport in self._transports.values():
                 transport.close()
@@ -133,7 +145,7 @@ class TransferEngine:
         """To be handed to those who are to connect, in whatever way: `name@host:port`."""
 
     def _open_transports(self, wanted: list[str], options: TransportOptions) -> None:
-        listed = [each for scheme in wanted for each in (AUTO if scheme == "auto" else (scheme,))]
+        listed = [each for scheme in wanted for each in _ALIASES.get(scheme, (scheme,))]
         self._schemes = list(dict.fromkeys(listed))
         for scheme in self._schemes:
             try:
@@ -143,17 +155,29 @@ class TransferEngine:
                 # That a host has no RDMA device is no news, unless it was asked for.
                 _log.log(logging.WARNING if scheme in wanted else logging.INFO, "no transport %s: %s", scheme, error)
         if not self._transports:
-            reasons = "; ".join(f"{scheme}: {detail}" for scheme, detail in self._unusable.items())
-            raise TransportError("unavailable", f"no transport works on this host: {reasons or 'none was asked for'}")
+            raise TransportError("unavailable", f"no transport works on this host: {self._why_unusable()}")
+
+    def _why_unusable(self) -> str:
+        return "; ".join(f"{scheme}: {detail}" for scheme, detail in self._unusable.items()) or "none was asked for"
 
     # ------------------------------------------------------------------ memory
 
-    def register(self, memory: Any, length: int | None = None, *, fd: int = -1, fd_offset: int = 0, name: str = "") -> Region:
+    def register(
+        self,
+        memory: Any,
+        length: int | None = None,
+        *,
+        fd: int = -1,
+        fd_offset: int = 0,
+        name: str = "",
+        device: bool = False,
+    ) -> Region:
         """Let peers read and write this memory: a writable buffer (bytearray, numpy array, mmap), which is kept alive and in
         its place, or an address and a length, which the caller keeps. `name` is what peers find it by, by default its address.
 
         `fd`: the descriptor of which it is a mapping, if it is one; it stays the caller's, and open. Peers on this host map
-        it, which is faster than the alternative and needs no rights over this process.
+        it, which is faster than the alternative and needs no rights over this process. `device`: the address is one of a GPU or
+        the like, so that only transports that can move such memory are used for it.
 
         Raises TransportError (which limit was met, and what raises it), or ValueError."""
         if isinstance(memory, int):
@@ -170,7 +194,7 @@ class TransferEngine:
             keep = (ctypes.c_ubyte * view.nbytes).from_buffer(view.cast("B"))
             address = ctypes.addressof(keep)
             own = _Own(Region(name or f"{address:#x}", address, size), keep)
-        return self._register(own, fd, fd_offset)
+        return self._register(own, fd, fd_offset, device=device)
 
     def allocate(self, length: int, *, name: str = "", huge: bool = False) -> tuple[Region, memoryview]:
         """New shared memory, registered, full of zeros. It is freed by `unregister` and `close`: the view must not be used
@@ -189,8 +213,11 @@ class TransferEngine:
             own.free()
             raise
 
-    def _register(self, own: _Own, fd: int, fd_offset: int) -> Region:
+    def _register(self, own: _Own, fd: int, fd_offset: int, *, device: bool = False) -> Region:
         region = own.region
+        able = {scheme: each for scheme, each in self._transports.items() if each.device_memory or not device}
+        if not able:
+            raise TransportError("memory", f"no transport here moves memory of a device: {self._why_unusable()}")
         with self._registering:
             with self._lock:
                 self._check_open()
@@ -199,11 +226,11 @@ class TransferEngine:
                 raise TransportError("memory", f"{MAX_REGIONS} stretches of memory are registered: register larger ones")
             if any(each.name == region.name or each.address == region.address for each in known):
                 raise ValueError(f"memory {region.name!r} at {region.address:#x} is registered already, or another by its name")
-            for scheme, transport in self._transports.items():
+            for scheme, transport in able.items():
                 try:
                     own.tokens[scheme] = transport.register(region.address, region.length, fd, fd_offset)
                 except TransportError as error:
-                    if not own.tokens and scheme == list(self._transports)[-1]:
+                    if not own.tokens and scheme == list(able)[-1]:
                         raise
                     _log.warning("memory %r cannot be reached over %s: %s", region.name, scheme, error)
             with self._lock:
@@ -255,9 +282,7 @@ class TransferEngine:
         """The peer at this address, by the first transport that works between the two; the one that there is already, if it is
         alive. What it has registered is in `Peer.regions` when this returns. Raises TransportError, also while a peer that
         failed is left alone for a few seconds, and ValueError for an address that is none."""
-        _, host, _ = w.split_name(address)
-        if not self._data_key and not is_loopback(host):
-            raise ValueError(f"{address}: without a key only loopback is contacted: give key_file to all engines")
+        self._check_contact(address)
         with self._lock:
             self._check_open()
             target = self._target(address)
@@ -283,6 +308,38 @@ class TransferEngine:
         finally:
             target.lock.release()
 
+    def probe(self, address: str, deadline: float) -> None:
+        """See that an engine answers at this address, by a connection of its own, which is closed again. If it does, the next
+        `connect` tries it at once. Raises TransportError, and ValueError for an address that is none."""
+        self._check_contact(address)
+        self._meet(address, deadline)[1].close()
+        with self._lock:
+            target = self._targets.get(address)
+        if target is not None and target.lock.acquire(blocking=False):
+            try:
+                target.breaker.succeeded()
+            finally:
+                target.lock.release()
+
+    def leave_alone(self, address: str) -> None:
+        """A transfer with it has failed: `connect` leaves it alone for a while, and so do those who wait for one."""
+        with self._lock:
+            target = self._targets.get(address)
+        if target is not None and target.lock.acquire(blocking=False):
+            try:
+                target.breaker.failed()
+            finally:
+                target.lock.release()
+
+    def _check_contact(self, address: str) -> None:
+        _, host, _ = w.split_name(address)
+        if self._data_key or self._without_key == "anybody" or is_loopback(host):
+            return
+        if self._without_key == "loopback":
+            raise ValueError(f"{address}: without a key only loopback is contacted: give key_file to all engines")
+        if not is_own(host):
+            raise ValueError(f"{address}: without a key only engines of this host are contacted: give key_file to all engines")
+
     def _target(self, address: str) -> _Target:
         if address not in self._targets:
             if len(self._targets) >= _MAX_TARGETS:
@@ -293,7 +350,8 @@ class TransferEngine:
             self._targets[address] = _Target()
         return self._targets[address]
 
-    def _connect(self, address: str, target: _Target, deadline: float) -> Peer:
+    def _meet(self, address: str, deadline: float) -> tuple[w.Dialler, Wire, w.Greeted]:
+        """A control connection on which the peer has greeted. Raises TransportError."""
         dialler = w.Dialler(address, self._data_key, self.name)
         try:
             sock = dialler.tcp(deadline)
@@ -302,17 +360,34 @@ class TransferEngine:
             reason = "deadline" if isinstance(error, TimeoutError) else "peer"
             raise TransportError(reason, f"engine {address} cannot be reached: {error}") from error
         try:
-            wire.send(w.Greet(w.VERSION, self.name, self._boot_id, list(self._transports)), deadline=deadline)
+            greet = w.Greet(w.VERSION, self.name, self._boot_id, list(self._transports), self._sample())
+            wire.send(greet, deadline=deadline)
             greeted = wire.receive(w.greeted_decoder, deadline)
             if isinstance(greeted, p.Refused):
-                raise TransportError("peer", f"engine {address} refused: {greeted.reason}")
+                hint = "" if self._data_key else ". This engine has no key: set key_file if the other one has"
+                raise TransportError("peer", f"engine {address} refused: {greeted.reason}{hint}")
+        except (OSError, p.ProtocolError) as error:
+            wire.close()
+            raise _broke_off(address, error) from error
+        except BaseException:
+            wire.close()
+            raise
+        return dialler, wire, greeted
+
+    def _sample(self) -> w.Sample | None:
+        if not self._anonymous:
+            return None
+        return w.Sample(os.getpid(), ctypes.addressof(self._sample_bytes), self._sample_bytes.raw)
+
+    def _connect(self, address: str, target: _Target, deadline: float) -> Peer:
+        dialler, wire, greeted = self._meet(address, deadline)
+        try:
             scheme, link, why = agree(
                 dialler, address, wire, greeted, self._schemes, self._transports, self._unusable, self._boot_id, deadline
             )
         except (OSError, p.ProtocolError) as error:
             wire.close()
-            reason = "deadline" if isinstance(error, TimeoutError) else "peer"
-            raise TransportError(reason, f"engine {address} broke off: {error}") from error
+            raise _broke_off(address, error) from error
         except BaseException:
             wire.close()
             raise
@@ -364,8 +439,9 @@ class TransferEngine:
             if full:
                 wire.send(p.Refused(f"{self.name} has {_MAX_PEERS} peers already, or is closing"), deadline=until)
                 raise ConnectionError("refused, with too many peers")
-            wire.send(w.Greeted(self._boot_id, self._door.socket, list(self._transports)), deadline=until)
-            scheme, link = answer(wire, self._door, self._transports, self.name, until)
+            greeted = w.Greeted(self._boot_id, self._door.socket, list(self._transports), self._sample())
+            wire.send(greeted, deadline=until)
+            scheme, link = answer(wire, self._door, self._transports, self.name, greet.sample, until)
         except (OSError, p.ProtocolError, TransportError) as error:
             _log.info("engine %s: %s came and left: %s", self.name, greet.name, error)
             with self._lock:
@@ -432,3 +508,7 @@ class TransferEngine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _broke_off(address: str, error: Exception) -> TransportError:
+    return TransportError("deadline" if isinstance(error, TimeoutError) else "peer", f"engine {address} broke off: {error}")

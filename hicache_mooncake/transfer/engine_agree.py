@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from hicache_mooncake import protocol as p
 from hicache_mooncake.transfer import engine_wire as w
 from hicache_mooncake.transfer import tcp
+from hicache_mooncake.transfer.shm_copy import unreachable
 from hicache_mooncake.transfer.transport import Link, Transport, TransportError
 from hicache_mooncake.wire import Wire
 
@@ -48,6 +49,9 @@ def agree(
             continue
         if transport.local_only and greeted.boot_id != boot_id:
             passed.append(f"the peer is on another host, so no {scheme}")
+            continue
+        if transport.local_only and (problem := out_of_reach(greeted.sample)):
+            passed.append(f"{problem}, so no {scheme}")
             continue
         try:
             link = _try(dialler, wire, scheme, transport, greeted, deadline)
@@ -88,9 +92,11 @@ def _try(dialler: w.Dialler, wire: Wire, scheme: str, transport: Transport, gree
     return _settle(wire, link, failure, deadline)
 
 
-def answer(wire: Wire, door: w.Door, transports: Mapping[str, Transport], name: str, deadline: float) -> tuple[str, Link]:
-    """The side that was connected to: takes part in what the other side tries until something works. Raises OSError or
-    ProtocolError when the control connection fails."""
+def answer(
+    wire: Wire, door: w.Door, transports: Mapping[str, Transport], name: str, sample: w.Sample | None, deadline: float
+) -> tuple[str, Link]:
+    """The side that was connected to: takes part in what the other side tries until something works. `sample`: the other
+    side's. Raises OSError or ProtocolError when the control connection fails."""
     while True:
         asked = wire.receive(w.asked_decoder, deadline)
         if not isinstance(asked, w.Open):
@@ -98,6 +104,9 @@ def answer(wire: Wire, door: w.Door, transports: Mapping[str, Transport], name: 
         transport = transports.get(asked.scheme)
         if transport is None or not 0 < asked.channels <= _MAX_CHANNELS:
             wire.send(p.Refused(f"{name} has no transport {asked.scheme}"), deadline=deadline)
+            continue
+        if transport.local_only and (problem := out_of_reach(sample)):
+            wire.send(p.Refused(f"seen from engine {name} {problem}"), deadline=deadline)
             continue
         until = min(deadline, time.monotonic() + min(max(asked.budget_s, 0.0), _HANDSHAKE_S))
         link, failure = None, ""
@@ -118,6 +127,14 @@ def answer(wire: Wire, door: w.Door, transports: Mapping[str, Transport], name: 
             return asked.scheme, _settle(wire, link, failure, deadline)
         except TransportError as error:
             _log.info("engine %s: %s failed with a peer: %s", name, asked.scheme, error)
+
+
+def out_of_reach(sample: w.Sample | None) -> str:
+    """Why the process that has it cannot be reached into from here; empty if it can, or need not be."""
+    if sample is None:
+        return ""
+    problem = unreachable(sample.pid, sample.address, sample.content)
+    return problem and f"the peer has memory without a descriptor, and its process cannot be reached into ({problem})"
 
 
 def _settle(wire: Wire, link: Link | None, failure: str, deadline: float) -> Link:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.transfer.engine_wire import Share, Shared, Unshare, told_decoder
-from hicache_mooncake.transfer.transport import Link, Pending, Piece, TransportError
-from hicache_mooncake.wire import Wire
+from hicache_mooncake.transfer.transport import Link, Op, Pending, Piece, TransportError
+from hicache_mooncake.wire import Wire, WireClosed
 
 MAX_REGIONS = 4096
 _ANSWER_S = 10.0
@@ -51,7 +51,13 @@ class Peer:
         self._cond = threading.Condition()
         self._regions: dict[str, Region] = {}
         self._told_all = False
+        self._heard = 0
         self._ended = False
+        self._deaf = False
+        """This end reads no more of the control connection, so its end there says nothing of the peer."""
+        self._left = False
+        self._peer_fenced = False
+        """The peer has said its last word, which is that nothing lands at its end any more."""
         self._closing = threading.Lock()
         self._fenced = False
 
@@ -84,6 +90,22 @@ class Peer:
         """Begin to copy from this process's memory to the peer's; the rest as in `read`."""
         return self._link.submit("write", _pieces(pieces), deadline)
 
+    def submit(self, op: Op, pieces: Sequence[Piece], deadline: float) -> Pending:
+        """`read` or `write`, without a copy of the list of pieces."""
+        return self._link.submit(op, pieces, deadline)
+
+    @property
+    def heard(self) -> int:
+        """How many times the peer has said what it shares, or does not share any more."""
+        return self._heard
+
+    def wait_heard(self, heard: int, until: float) -> bool:
+        """Until it has said so more than `heard` times. False when it is gone or the time has come."""
+        with self._cond:
+            left = min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)
+            self._cond.wait_for(lambda: self._heard > heard or self._ended, left)
+            return self._heard > heard
+
     def notify(self, message: bytes, deadline: float) -> None:
         """Tell the peer, which sees it after all batches that were done before. See `Link.notify`."""
         self._link.notify(message, deadline)
@@ -97,10 +119,32 @@ class Peer:
         more when this returns. Raises TransportError where that cannot be had: then the registered memory must not be used for
         anything else until the peer's process has ended; `close` again then."""
         self.end()
+        self._end_link(self._link.close)
+
+    def fence_writes(self, until: float) -> bool:
+        """End the link, and with it all that this side was writing. True: nothing of it lands in the peer's memory any more.
+        False: the peer has not said so before `until`, since it is stopped or cut off. What has reached it and is not taken in
+        yet is thrown away there when it goes on, unless the news of the end does not reach it."""
+        self._mark_ended()
+        try:
+            self._end_link(self._link.abort)
+        except TransportError as error:
+            _log.warning("peer %s: what it was writing here could not be stopped: %s", self.name, error)
+        if self._link.recalls:
+            confirmed = True
+        else:
+            with self._cond:
+                self._cond.wait_for(lambda: self._left, max(0.0, until - time.monotonic()))
+                confirmed = self._peer_fenced
+        self.end()
+        return confirmed
+
+    def _end_link(self, end: Callable[[], None]) -> None:
         with self._closing:
             if not self._fenced:
-                self._link.close()
+                end()
                 self._fenced = True
+                self._wire.finish()  # our last word, see _peer_fenced
         self._forget(self)
 
     def report(self) -> PeerReport:
@@ -121,6 +165,8 @@ class Peer:
             self._send(message)
 
     def _send(self, message: p.Message) -> None:
+        if self._ended:
+            return
         try:
             self._wire.send(message, deadline=time.monotonic() + _ANSWER_S)
         except OSError:
@@ -139,21 +185,27 @@ class Peer:
         return self._link.notices()
 
     def listen(self) -> None:
-        """Until the control connection ends; then the link is closed."""
+        """Until the control connection ends; then the link is closed, and the peer told so."""
         try:
             while True:
                 self._handle(self._wire.receive(told_decoder))
         except p.ProtocolError as error:
             _log.warning("peer %s broke the protocol of transfer engines: %s", self.name, error)
+        except WireClosed as error:
+            with self._cond:
+                self._peer_fenced = error.__cause__ is None and not self._deaf
         except OSError:
             pass
-        self.end()
-        with self._sending:
-            self._wire.close()
         try:
             self.close()
         except TransportError as error:
             _log.warning("peer %s is gone, but what it writes could not be stopped: %s", self.name, error)
+        else:
+            with self._sending:
+                self._wire.close()
+        with self._cond:
+            self._left = True
+            self._cond.notify_all()
 
     def _handle(self, message: Share | Unshare | Shared) -> None:
         match message:
@@ -162,6 +214,8 @@ class Peer:
             case Unshare():
                 with self._cond:
                     self._regions = {n: r for n, r in self._regions.items() if r.address != message.address}
+                    self._heard += 1
+                    self._cond.notify_all()
                 self._link.unlearn(message.address)
             case Shared():
                 with self._cond:
@@ -180,14 +234,20 @@ class Peer:
             return
         with self._cond:
             self._regions[share.name] = Region(share.name, share.address, share.length)
+            self._heard += 1
             self._cond.notify_all()
 
     def end(self) -> None:
-        """The control connection is not used any more; `listen` ends."""
+        """The control connection is not read any more; `listen` ends."""
+        self._mark_ended()
+        with self._cond:
+            self._deaf = True
+        self._wire.wake()
+
+    def _mark_ended(self) -> None:
         with self._cond:
             self._ended = True
             self._cond.notify_all()
-        self._wire.shutdown()
 
 
 def _pieces(pieces: Iterable[Piece | tuple[int, int, int]]) -> Sequence[Piece]:

@@ -33,12 +33,22 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 _log = QuietLog(logging.getLogger("hicache_mooncake.engine"))
 
 
+class Sample(p.Message):
+    """Where some bytes lie in a process, by which it is seen whether another process may copy from and to it."""
+
+    pid: int
+    address: int
+    content: bytes
+
+
 class Greet(p.Message):
     version: int
     name: str
     boot_id: str
     """Of the host's kernel: two ends that have the same are on one host."""
     schemes: list[str]
+    sample: Sample | None = None
+    """Of who has memory without a descriptor, which shared memory serves only where the peer may reach into the process."""
 
 
 class Greeted(p.Message):
@@ -46,6 +56,7 @@ class Greeted(p.Message):
     socket: str
     """UNIX socket on which this engine listens, too; a leading @ says that it is abstract."""
     schemes: list[str]
+    sample: Sample | None = None
 
 
 class Open(p.Message):
@@ -244,13 +255,20 @@ class Gathering:
 Visitor = Callable[[socket.socket, Greet], None]
 
 
+def same_host(sock: socket.socket) -> bool:
+    """Whether the other end of this connection is on this host: over TCP, when it has the address that it was connected to."""
+    return sock.family == socket.AF_UNIX or sock.getpeername()[0] == sock.getsockname()[0]
+
+
 class Door:
     """Listens on TCP and on a UNIX socket, asks for proofs, and hands connections on: a control connection to `visit`, with its
     Greet, on a thread that is its own; a channel to the `Gathering` of its ticket."""
 
-    def __init__(self, name: str, listen: str, unix: str, data_key: bytes, visit: Visitor) -> None:
+    def __init__(
+        self, name: str, listen: str, unix: str, data_key: bytes, visit: Visitor, *, own_host_only: bool = False
+    ) -> None:
         """Raises OSError, and ValueError for an address that is none."""
-        self._name, self._data_key, self._visit = name, data_key, visit
+        self._name, self._data_key, self._visit, self._own_host_only = name, data_key, visit, own_host_only
         self._lock = threading.Lock()
         self._strangers = 0
         self._tickets: dict[bytes, Gathering] = {}
@@ -358,6 +376,10 @@ class Door:
             tcp.prepare(sock)
             keep_alive(sock)
         tcp.set_timeouts(sock, security.HANDSHAKE_S)
+        if self._own_host_only and not same_host(sock):
+            what = "has no key, so that only processes of its own host may be its peers: give key_file to both"
+            tcp.refuse(sock, f"engine {self._name} {what}")
+            raise p.ProtocolError(f"{sock.getpeername()[0]} is another host, and there is no key: set key_file on both")
         proved = tcp.accept_proof(sock, self._data_key, self._name, deadline)
         try:
             first = tcp.receive_message(sock, _first_decoder, deadline, _MAX_FIRST_BYTES)

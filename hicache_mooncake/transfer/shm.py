@@ -70,6 +70,7 @@ class ShmTransport(ChannelTransport):
 
 class ShmLink(ChannelLink):
     turn_bytes: ClassVar[int] = 4 << 20
+    recalls: ClassVar[bool] = True
 
     def __init__(self, transport: ShmTransport, channel: socket.socket, pid: int, pidfd: int, copier: Copier) -> None:
         """As from `_greet`. The descriptor is the link's."""

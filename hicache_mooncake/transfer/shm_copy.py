@@ -143,6 +143,16 @@ class ProcessPlace(Place):
         """Nothing of it is kept here."""
 
 
+def unreachable(pid: int, address: int, content: bytes) -> str:
+    """Why the memory of process `pid` cannot be reached from here, in which `content` lies at `address`; empty if it can."""
+    room = ctypes.create_string_buffer(len(content))
+    here, there = (_IoVec(place, len(content)) for place in (ctypes.addressof(room), address))
+    moved = _process_vm["read"](pid, ctypes.addressof(here), 1, ctypes.addressof(there), 1, 0)
+    if moved < 0:
+        return os.strerror(ctypes.get_errno())
+    return "" if room.raw == content else f"process {pid} is another one here"
+
+
 def process_ended(pidfd: int) -> bool:
     """With all its threads."""
     poll = select.poll()

@@ -49,6 +49,8 @@ _LANE_TURNS = 256
 _MAX_ANSWERS = 2 * _LANE_TURNS
 """Reads of the peer that a lane owes. A peer of this build asks for far fewer at a time."""
 _MAX_ROWS, _MAX_BODY = 2 * TURN_PIECES, 16 * TURN_BYTES
+_AT_ONCE = struct.pack("@ii", 1, 0)
+"""Of SO_LINGER."""
 _ZEROS = memoryview(bytes(TURN_BYTES))
 _SCRATCH = memoryview(bytearray(TURN_BYTES))
 """Where bytes land that nobody wants any more; of all lanes."""
@@ -93,6 +95,8 @@ class _Landing:
     holds: list[Fenced]
     finish: Callable[[bool], None]
     """Called with the last byte: whether all of it has landed."""
+    of_peer: bool = False
+    """A write of the peer's."""
 
 
 @dataclass(slots=True)
@@ -141,6 +145,8 @@ class Lane:
         self._into: Views = [memoryview(self._header)]
         self._then: Callable[[], None] = self._parse
         self._landing: _Landing | None = None
+        self._hung_up = select.poll()
+        self._hung_up.register(sock, select.POLLRDHUP)
         self._wake_lock = threading.Lock()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"tcp-lane-{number}", daemon=True)
@@ -202,10 +208,13 @@ class Lane:
 
     def _leave(self) -> None:
         """The fence of this lane: it touches no memory from here on, and says so to whoever waits."""
+        if not self._link.delivers:
+            with contextlib.suppress(OSError):  # a reset: what the peer has not received is thrown away
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
         self._sock.close()
         self._let_go_of_landing()
         self._let_go_of_outgoing()
-        error = TransportError("closed", "the link has ended")
+        error = self._link.error or TransportError("closed", "the link has ended")
         for turn in self._turns.values():
             self._batches.lost(turn, error)
         self._turns.clear()
@@ -223,7 +232,7 @@ class Lane:
     def _receive(self) -> bool:
         """One system call. The header that follows a body is received along with it."""
         landing = self._landing
-        if landing is not None and any(held.ended for held in landing.holds):
+        if landing is not None and (any(held.ended for held in landing.holds) or (landing.of_peer and self._peer_ended())):
             self._discard()
         try:
             got = self._sock.recvmsg_into(self._into[:_MAX_IOV])[0]
@@ -237,6 +246,11 @@ class Lane:
         if not self._into:
             self._then()
         return True
+
+    def _peer_ended(self) -> bool:
+        """It sends nothing more. What is received after that is not to land: who has ended a link in mid-write relies on that,
+        also when this process was stopped meanwhile."""
+        return bool(self._hung_up.poll(0))
 
     def _expect_header(self, body: Views, landing: _Landing | None) -> None:
         self._into = [*body, memoryview(self._header)]
@@ -365,7 +379,7 @@ class Lane:
             self._say(_DONE if kept else _FAIL, number)
 
         if valid and _hold_all(regions):
-            self._expect_header(views, _Landing(list(regions), finish))
+            self._expect_header(views, _Landing(list(regions), finish, of_peer=True))
         else:
             self._expect_header(_fill(_SCRATCH, body), _Landing([], finish))
 

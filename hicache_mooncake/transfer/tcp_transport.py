@@ -190,6 +190,8 @@ class TcpLink(Link):
         self.inbox = Inbox()
         self._lock = threading.Lock()
         self._error: TransportError | None = None
+        self.delivers = False
+        """At its end: what was sent still arrives."""
         self._lanes: list[Lane] = []
         try:
             for number, sock in enumerate(sockets):
@@ -246,6 +248,11 @@ class TcpLink(Link):
     def ended(self) -> bool:
         return self._error is not None
 
+    @property
+    def error(self) -> TransportError | None:
+        """Why it has ended."""
+        return self._error
+
     def _check_alive(self) -> None:
         if self._error is not None:
             raise TransportError(self._error.reason, f"the link has ended: {self._error}")
@@ -279,6 +286,13 @@ class TcpLink(Link):
         self.hurry()
 
     def close(self) -> None:
+        self.delivers = self._error is None
+        self._end()
+
+    def abort(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self.fail(TransportError("closed", "this end closed the link"))
         for lane in self._lanes:
             if not lane.join(_JOIN_S):

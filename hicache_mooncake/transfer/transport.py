@@ -14,6 +14,7 @@ the contract.
 from __future__ import annotations
 
 import abc
+import bisect
 import importlib
 import socket
 import threading
@@ -90,6 +91,9 @@ class Pending(abc.ABC):
 class Link(abc.ABC):
     """To one peer. Thread-safe: batches from several threads are carried out fairly, in pieces."""
 
+    recalls: ClassVar[bool] = False
+    """Of a write that has ended, by whatever end, nothing lands in the peer's memory any more either: this end copies."""
+
     @abc.abstractmethod
     def learn(self, address: int, length: int, token: bytes) -> None:
         """The peer has registered this stretch of its memory: what its `Transport.register` returned, however it came here.
@@ -125,6 +129,10 @@ class Link(abc.ABC):
         was reading nor of what the peer was writing, and what is under way has ended with the reason `closed`. Raises
         TransportError when that cannot be had: then the memory must not be used again."""
 
+    def abort(self) -> None:
+        """`close`, and what this end was writing and the peer has not received yet is thrown away, as far as that can be."""
+        self.close()
+
 
 class Transport(abc.ABC):
     """One process's end, thread-safe. Made with TransportOptions; raises TransportError (`unavailable`, `device`) with a
@@ -136,6 +144,8 @@ class Transport(abc.ABC):
     the peer has said that it is done."""
     local_only: ClassVar[bool] = False
     """Channels are UNIX sockets: both ends are on one host."""
+    device_memory: ClassVar[bool] = False
+    """It can move memory that no CPU may touch, such as a GPU's."""
 
     @property
     def channels(self) -> int:
@@ -213,6 +223,8 @@ class Extents:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tokens: dict[int, tuple[int, bytes]] = {}
+        self._starts: list[int] = []
+        """The same, in order."""
 
     def add(self, address: int, length: int, token: bytes) -> None:
         """Raises TransportError when it overlaps another one, unless it is the same stretch, whose token is then the new
@@ -222,7 +234,7 @@ class Extents:
             for start, size in self._overlapping(address, length):
                 if (start, size) != (address, length):
                     raise TransportError("bounds", f"{length} bytes at {address:#x} overlap {size} bytes at {start:#x}")
-            self._tokens[address] = (length, token)
+            self._put(address, length, token)
 
     def replace(self, address: int, length: int, token: bytes) -> list[int]:
         """Add it in place of all that it overlaps. Returns where those began. Raises TransportError when it is none that memory
@@ -231,25 +243,40 @@ class Extents:
         with self._lock:
             former = [start for start, _ in self._overlapping(address, length)]
             for start in former:
-                del self._tokens[start]
-            self._tokens[address] = (length, token)
+                self._drop(start)
+            self._put(address, length, token)
         return former
 
+    def _put(self, address: int, length: int, token: bytes) -> None:
+        if address not in self._tokens:
+            bisect.insort(self._starts, address)
+        self._tokens[address] = (length, token)
+
+    def _drop(self, address: int) -> bytes | None:
+        if address not in self._tokens:
+            return None
+        del self._starts[bisect.bisect_left(self._starts, address)]
+        return self._tokens.pop(address)[1]
+
     def _overlapping(self, address: int, length: int) -> list[tuple[int, int]]:
-        return [
-            (start, size) for start, (size, _) in self._tokens.items() if start < address + length and address < start + size
-        ]
+        first = max(0, bisect.bisect_right(self._starts, address) - 1)
+        last = bisect.bisect_left(self._starts, address + length)
+        near = [(start, self._tokens[start][0]) for start in self._starts[first:last]]
+        return [(start, size) for start, size in near if address < start + size]
 
     def remove(self, address: int) -> bytes | None:
         """The token that was there."""
         with self._lock:
-            return self._tokens.pop(address, (0, None))[1]
+            return self._drop(address)
 
     def find(self, address: int, length: int) -> tuple[int, int, bytes]:
         """(start, length, token) of the stretch in which these bytes lie. Raises TransportError, `bounds`."""
         with self._lock:
-            for start, (size, token) in self._tokens.items():
-                if start <= address and address + length <= start + size:
+            at = bisect.bisect_right(self._starts, address) - 1
+            if at >= 0:
+                start = self._starts[at]
+                size, token = self._tokens[start]
+                if address + length <= start + size:
                     return start, size, token
         raise TransportError("bounds", f"{length} bytes at {address:#x} are in no registered memory")
 

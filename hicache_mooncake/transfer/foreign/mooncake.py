@@ -31,6 +31,10 @@ class MooncakeTransport(ForeignTransport):
                 f"Mooncake's engine cannot be loaded ({error}): pip install mooncake-transfer-engine-non-cuda (or the one for "
                 "your CUDA), and the libraries that it names, from your distribution",
             ) from error
+        if TransferEngine.__module__.startswith("hicache_mooncake."):
+            raise TransportError(
+                "unavailable", "mooncake.engine is this package's here (HICACHE_MOONCAKE_ENGINE), not Mooncake's"
+            )
         self._make = TransferEngine
         self._devices = options.devices
 

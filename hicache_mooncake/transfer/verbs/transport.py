@@ -45,6 +45,7 @@ class VerbsTransport(Transport):
     `device` where what the operator named is not as it must be. Thread-safe."""
 
     scheme: ClassVar[str] = "verbs"
+    device_memory: ClassVar[bool] = True
 
     def __init__(
         self,
