@@ -126,7 +126,7 @@ class TransferEngine:
         self._peers: list[Peer] = []
         self._meetings: set[Wire] = set()
         self._targets: dict[str, _Target] = {}
-        self._late: deque[tuple[str, bytes]] = deque(maxlen=_MAX_NOTICES)
+        self._late: deque[tuple[Peer, bytes]] = deque(maxlen=_MAX_NOTICES)
         self._closed = False
         self._boot_id = w.boot_id()
         self._sample_bytes = ctypes.create_string_buffer(os.urandom(_SAMPLE_BYTES), _SAMPLE_BYTES)
@@ -425,7 +425,7 @@ class TransferEngine:
             for target in self._targets.values():
                 if target.peer is peer:
                     target.peer = None
-            self._late.extend((peer.name, notice) for notice in notices)
+            self._late.extend((peer, notice) for notice in notices)
 
     def _visited(self, sock: socket.socket, greet: w.Greet) -> None:
         """Somebody has connected; on a thread of its own until it is gone."""
@@ -461,10 +461,18 @@ class TransferEngine:
     def notices(self) -> list[tuple[str, bytes]]:
         """(peer, message) that peers have told since the last call, each peer's in order. Who is told too much without looking
         loses the peer."""
+        return [(peer.name, notice) for peer, notice in self.told()]
+
+    def told(self) -> list[tuple[Peer, bytes]]:
+        """The same as `notices`, with the peer itself: several may have one name."""
         with self._lock:
             late = list(self._late)
             self._late.clear()
-        return late + [(peer.name, notice) for peer in self.peers for notice in peer.notices()]
+        return late + [(peer, notice) for peer in self.peers for notice in peer.notices()]
+
+    def fences(self, peer: Peer) -> bool:
+        """Whether `Peer.close` keeps its promise: not with engines that cannot recall what they have begun."""
+        return self._transports[peer.transport].fences
 
     def report(self) -> EngineReport:
         usable = dict.fromkeys(self._transports, "")
