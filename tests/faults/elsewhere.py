@@ -238,6 +238,112 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "nothing: both find each other's pages",
         "strangers",
     ),
+    # The cold tier.
+    "tests/test_cold_pool.py::test_a_restarted_node_has_its_pages_even_after_a_kill": (
+        "kill -9 of a node with a cold tier",
+        "misses (`node_down`) while it is away; then all that was on the disk is found",
+        "disk",
+    ),
+    "tests/test_cold_crashes.py::test_a_tier_that_is_killed_has_what_it_had": (
+        "kill -9 in the middle of writes to the cold tier, again and again",
+        "no wrong byte; all that the index had is there, and nothing that was cleared",
+        "disk",
+    ),
+    "tests/test_cold_pool.py::test_a_cleared_namespace_does_not_come_back_with_a_restart": (
+        "a namespace is cleared, then kill -9 of the node",
+        "nothing of it is found again",
+        "disk",
+    ),
+    "tests/test_cold_pool.py::test_a_damaged_page_is_a_miss_and_blames_nobody": (
+        "bytes of most pages on the disk are damaged",
+        "misses (`checksum_cold`, at other hosts `gone_remote` too); these pages are forgotten, and no node is blamed",
+        "disk",
+    ),
+    "tests/test_cold_crashes.py::test_flipped_bits_in_pages_are_misses": (
+        "bits of pages on the disk flip",
+        "misses for those pages",
+        "disk",
+    ),
+    "tests/test_cold_crashes.py::test_flipped_bits_in_the_index_end_no_node_twice": (
+        "bits of the cold tier's index flip",
+        "at worst the node ends, once, and the tier begins empty; never a wrong byte",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_an_index_that_was_damaged_meanwhile": (
+        "the index is garbage, cut or deleted before a start",
+        "the tier begins empty; the damaged index is put aside",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_an_index_that_says_it_is_damaged_is_put_aside_and_the_tier_begins_empty": (
+        "the index turns out to be damaged while the node runs",
+        "the tier begins empty, and what DRAM has is written anew",
+        "disk",
+    ),
+    "tests/test_cold_crashes.py::test_one_of_the_files_is_older_than_the_other": (
+        "the index is older than the pages' file, or the other way round",
+        "what still has its checksum is there; all else is misses",
+        "disk",
+    ),
+    "tests/test_cold_tier.py::test_a_shorter_file_costs_what_was_there_and_no_more": (
+        "the pages' file is truncated before a start",
+        "misses for what was cut off",
+        "disk",
+    ),
+    "tests/test_cold_pool.py::test_files_that_are_deleted_under_a_live_node_cost_nobody_anything": (
+        "the tier's files are deleted under a live node",
+        "nothing until it ends; then the tier begins empty",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_a_real_disk_that_fills_up_and_is_emptied": (
+        "others fill the disk, and make room again",
+        "the tier goes round in the room that it has, and takes more when there is some",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_writes_that_fail_cost_no_room_and_no_other_page": (
+        "writes fail (EIO, ENOSPC, EDQUOT, EROFS)",
+        "those pages are evicted unwritten; all that is there can be read; it is tried again after 5 s",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_pages_that_cannot_be_read_are_forgotten_and_their_neighbours_are_read": (
+        "reads fail (EIO) at one place of the disk",
+        "a miss for that page, which is written anew when it comes again; its neighbours are read",
+        "disk",
+    ),
+    "tests/test_cold_parts.py::test_a_disk_that_hangs_altogether_costs_one_deadline_and_then_nothing": (
+        "the disk hangs under reads",
+        "misses after one deadline, then at once; read again when it answers",
+        "disk",
+    ),
+    "tests/test_data_server.py::test_a_disk_that_hangs_keeps_no_other_host_from_what_is_in_dram": (
+        "the disk of a node hangs that other hosts read from",
+        "misses for what is only on it, after half a second; pages in DRAM come in the same answer",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_an_index_whose_disk_hangs_is_waited_for_by_few": (
+        "the index's disk hangs",
+        "pages on the disk are misses, after half a second and then at once; pages in DRAM are served",
+        "disk",
+    ),
+    "tests/test_cold_writer.py::test_a_disk_that_hangs_does_not_keep_a_node_from_ending": (
+        "SIGTERM of a node whose disk hangs under a write",
+        "it ends after 5 s",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_a_read_only_file_system_is_refused_with_a_sentence": (
+        "the tier's file system is read-only at the start",
+        "the node does not start, with one line that says so",
+        "disk",
+    ),
+    "tests/test_cold_pool.py::test_a_node_does_not_start_with_what_another_one_uses": (
+        "two nodes are given one directory",
+        "the second does not start, with one line that says so",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_a_full_index_makes_room_by_forgetting_the_oldest": (
+        "the index's map is full",
+        "the oldest pages make room, and every store goes on",
+        "disk",
+    ),
     # Engines.
     "tests/sglang/test_families.py::test_a_node_that_dies_between_lookup_and_load_leaves_misses": (
         "a node dies between SGLang's lookup and its load, for every family of models",
