@@ -177,14 +177,14 @@ def report(rows: list[Row], title: str) -> None:
     Console(width=max(132, Console().width)).print(table)
 
 
-def write_table(rows: list[Row], title: str) -> Path:
-    """The table of docs/performance.md anew."""
+def write_table(rows: list[Row], title: str, marker: str = "make bench") -> Path:
+    """This table of docs/performance.md anew."""
     lines = [f"{machine()}; {title}:", "", "| what | ours | ceiling | ratio | promised |", "| --- | --- | --- | --- | --- |"]
     for row in rows:
         ratio = f"**{row.ratio:.2f}**" if row.missed else f"{row.ratio:.2f}"
         target = "" if row.target is None else f"{row.target:g}"
         lines.append(f"| {row.what} | {row.ours:.3g} {row.unit} | {row.ceiling:.3g} {row.ceiling_name} | {ratio} | {target} |")
-    return write_between("make bench", lines)
+    return write_between(marker, lines)
 
 
 def write_between(marker: str, lines: Sequence[str], path: Path = ROOT / "docs" / "performance.md") -> Path:

@@ -583,6 +583,15 @@ def test_notices_of_others_are_counted_and_harm_nobody() -> None:
         assert destination.holds("r")
 
 
+def test_the_example_of_the_documentation_runs_and_prints_what_it_says() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "messenger.md").read_text()
+    program = text.partition("```python\n")[2].partition("```")[0]
+    prints = text.partition("It prints\n\n```\n")[2].partition("```")[0]
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment())
+    assert ran.stderr == ""
+    assert ran.stdout == prints
+
+
 def test_addresses_that_are_none_are_refused_at_once() -> None:
     with ends("tcp") as (source, _):
         for address in ("nowhere", [], "a@b"):
