@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake import protocol
-from hicache_mooncake.cli import doctor, doctor_cold
+from hicache_mooncake.cli import doctor, doctor_cold, engines
 from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, human_bytes, rate
 from hicache_mooncake.cold import directory as places
 from hicache_mooncake.cold.pages_file import PagesFile
@@ -216,6 +216,127 @@ def test_status_shows_the_node_and_its_cluster(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for words in ("3.0 GiB", "12,345", "75.0%", "n2", "suspected", "10.0.0.1:7000", "2 nodes", "8.0 GiB"):
         assert words in done.stdout
+
+
+def rank_of(name: str, role: str, **fields: object) -> protocol.RankIdentity:
+    rank = protocol.RankIdentity(
+        name.encode(), f"{role} engine of tiny on {name}:1", role, "tree", "plain", (0, 0, 0), (1, 1, 1), [], counts={}
+    )
+    for field, value in fields.items():
+        setattr(rank, field, value)
+    return rank
+
+
+USED = {"lookups": 9, "asked": 900, "found": 700, "wanted": 700, "loaded": 650, "offered": 100, "stored": 100}
+APART = protocol.Unshared(
+    b"p", "prefill engine of tiny on p:1", b"d", "decode engine of tiny on d:1", [("page_size", "64", "16")]
+)
+NOT_SHARED = "page_size is 64 in prefill and 16 in decode (start both sides with the same --page-size)"
+
+
+def test_status_shows_the_engines_and_which_of_them_can_never_share(tmp_path: Path) -> None:
+    ranks = [rank_of("p", "prefill", counts=USED), rank_of("d", "decode", counts={"offered": 3, "stored": 3})]
+    answer = protocol.AdminReport({"master": "none"}, [], ranks, [APART])
+    with scripted_node(tmp_path / "n.sock", HEALTHY | {protocol.AdminStatus: answer}) as path:
+        done, machine = run("status", "--socket", path), run("status", "--json", "--socket", path)
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stdout.split())
+    for words in ("prefill engine of tiny on p:1", "900", "650", f"not shared: {APART.prefill_label} and {APART.decode_label}"):
+        assert words in shown or words in re.sub(r"[│┃\s]+", " ", done.stdout)
+    assert NOT_SHARED in shown
+    found = json.loads(machine.stdout)
+    assert [engine["role"] for engine in found["engines"]] == ["decode", "prefill"]
+    assert found["engines"][1]["pages"] == USED
+    assert NOT_SHARED in found["unshared"][0]
+
+
+def test_status_of_a_master_says_which_engines_can_never_share() -> None:
+    report = protocol.ClusterReport(b"m", 2, [info("n1")], 1980, unshared=[APART], engines={"prefill": 1, "decode": 1})
+    with scripted_master(lambda _: protocol.encode(report)) as master:
+        done, machine = run("status", "--master", master), run("status", "--json", "--master", master)
+    assert NOT_SHARED in " ".join(done.stdout.split())
+    assert json.loads(machine.stdout)["masters"][master]["engines"] == {"prefill": 1, "decode": 1}
+
+
+def use(writer: str = "tree", flags: dict[str, str] | None = None, **counts: int) -> list[str]:
+    (found,) = engines.uses([rank_of("e", "", writer=writer, flags=flags or {}, counts=counts)], [])
+    return engines.explain(found)
+
+
+WROTE = {"offered": 5, "stored": 5}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (use(**WROTE), ["never asked: no prompt lacked 256 tokens"]),
+        (use(flags={"prefetch_threshold": "512"}, **WROTE), ["never asked: no prompt lacked 512 tokens"]),
+        (use(asked=9, **WROTE), ["asked, and nothing was there"]),
+        (use(asked=9, found=9, **WROTE), ["found, and never loaded"]),
+        (use(asked=9, found=9, wanted=9, **WROTE), ["every load failed"]),
+        (use(asked=9, found=9, wanted=9, loaded=2, flags={"prefetch_policy": "best_effort"}, **WROTE), ["less than half"]),
+        (use(asked=9, found=9, wanted=9, loaded=2, flags={"prefetch_policy": "timeout"}, **WROTE), ["in use"]),
+        (use(asked=9, found=9, wanted=9, loaded=9, **WROTE), ["in use"]),
+        (use(asked=9, found=9, wanted=9, loaded=9), ["wrote nothing yet"]),
+        (use(asked=9, found=9, wanted=9, loaded=9, offered=5), ["every store failed"]),
+        (use(flags={"write_policy": "write_through_selective"}), ["never asked", "when they are asked for a second time"]),
+        (use(flags={"write_policy": "write_back"}), ["never asked", "when the GPU evicts them"]),
+        (use("offload"), ["wrote nothing yet: only whole pages of answers"]),
+        (use("offload", **WROTE), ["writes, and reads nothing by design"]),
+    ],
+)
+def test_why_an_engine_does_not_use_the_pool(said: list[str], words: list[str]) -> None:
+    assert len(said) == len(words)
+    for sentence, start in zip(said, words, strict=True):
+        assert start in sentence
+
+
+def test_ranks_of_an_engine_are_one_row_with_the_pages_of_the_busiest() -> None:
+    ranks = [rank_of("e", "", rank=(n, 0, 0), size=(4, 1, 1), counts={"asked": n, "stored": 9 - n}) for n in range(3)]
+    ranks[1].off = "the weights are being updated"
+    (found,) = engines.uses(ranks, [])
+    assert found.row()[2:8] == ("3 of 4", "tree", "2", "0", "0", "9")
+    assert engines.explain(found) == ["L3 is off: the weights are being updated"]
+
+
+def test_doctor_says_of_each_engine_what_it_does_with_the_pool() -> None:
+    assert engines.check([], []).status == "ok"
+    ranks = [rank_of("p", "prefill", counts=USED), rank_of("d", "decode", writer="offload", counts=WROTE)]
+    check = engines.check(ranks, [])
+    assert (check.status, check.found) == ("ok", "2 on this host: 1 decode, 1 prefill")
+    assert [row[-1] for row in check.table[1:]] == ["writes, and reads nothing by design", "in use"]
+    check = engines.check(ranks, [APART])
+    assert check.status == "warn"
+    assert NOT_SHARED in check.advice
+    assert "it shares with no engine of the other side" in check.table[1][-1]
+    ranks[0].off = "a pool was refused"
+    assert engines.check(ranks, []).status == "warn"
+
+
+def test_doctor_asks_the_node_for_its_engines(settings: Settings, tmp_path: Path) -> None:
+    answer = protocol.AdminReport({"master": "none"}, [], [rank_of("p", "prefill", counts=USED)], [])
+    with scripted_node(tmp_path / "n.sock", HEALTHY | {protocol.AdminStatus: answer}) as path:
+        check = doctor.engines(replace(settings, socket=path))
+    assert check.found == "1 on this host: 1 prefill"
+    assert doctor.engines(settings).status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("roles", "unshared", "status", "words"),
+    [
+        ({"prefill": 2, "decode": 1}, [], "ok", "engines: 1 decode, 2 prefill"),
+        ({"prefill": 2}, [], "ok", "no decode engine has said who it is"),
+        ({"prefill": 1, "decode": 1}, [APART], "warn", NOT_SHARED),
+    ],
+)
+def test_doctor_tells_of_a_cluster_whether_its_sides_share(
+    roles: dict[str, int], unshared: list[protocol.Unshared], status: str, words: str
+) -> None:
+    report = protocol.ClusterReport(b"m", 2, [info("n1")], 1980, unshared=unshared, engines=roles)
+    with scripted_master(lambda _: protocol.encode(report)) as master:
+        check = doctor.master(master)
+    assert check.status == status
+    assert words in check.found + check.advice
 
 
 COLD = {

@@ -27,12 +27,14 @@ from typing import cast
 
 from hicache_mooncake import __version__, protocol
 from hicache_mooncake.cli import doctor_cold, doctor_transports
+from hicache_mooncake.cli import engines as host_engines
 from hicache_mooncake.cli.checks import FAIL, OK, SKIPPED, WARN, Check, broken, guarded
 from hicache_mooncake.cli.status import Unreachable, ask_master, ask_node, find_masters, human_bytes
 from hicache_mooncake.config import ConfigError, Settings, available_memory_bytes, load_settings, split_address
 from hicache_mooncake.config_table import PLUGIN_ENV, SETTINGS
 from hicache_mooncake.config_values import display
 from hicache_mooncake.security import ClusterKey, SecurityError, load_key
+from hicache_mooncake.sharing import sentence
 
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "hicache_mooncake"
@@ -282,6 +284,15 @@ def node(settings: Settings) -> Check:
     return Check(name, OK, found)
 
 
+def engines(settings: Settings) -> Check:
+    """Those of this host: what they do with the pool, and which of them can never share."""
+    try:
+        _, report = ask_node(settings.socket)
+    except Unreachable:
+        return Check("engines", SKIPPED, f"no node on {settings.socket} to ask")
+    return host_engines.check(report.ranks, report.unshared)
+
+
 def _embedded_start(name: str, settings: Settings) -> Check:
     """Nothing runs: could the first rank start a node here?"""
     if settings.socket != SYSTEM_SOCKET and os.path.exists(SYSTEM_SOCKET):
@@ -366,6 +377,19 @@ def master(address: str, cluster_key: ClusterKey | None = None) -> Check:
     if sick:
         advice = "look at their logs, and at the network between them and the others; they come back by themselves"
         return Check(name, WARN, f"{found}; others cannot read from {', '.join(sick)}", advice)
+    roles = report.engines
+    if roles:
+        found += f", engines: {', '.join(f'{count} {role}' for role, count in sorted(roles.items()))}"
+    if report.unshared:
+        advice = "; ".join(sentence(pair) for pair in report.unshared)
+        return Check(name, WARN, f"{found}; some of them can never share", advice)
+    if roles.get("prefill") and not roles.get("decode"):
+        advice = (
+            "no decode engine has said who it is: what they compute is written back where they are started with "
+            "--hicache-storage-backend, and --disaggregation-decode-enable-offload-kvcache or "
+            "--disaggregation-decode-enable-radix-cache with --enable-hierarchical-cache"
+        )
+        return Check(name, OK, found, advice)
     return Check(name, OK, found)
 
 
@@ -458,6 +482,7 @@ def examine(settings: Settings, environ: Mapping[str, str]) -> list[Check]:
         *_guarded_all("RDMA", lambda: doctor_transports.examine(settings)),
         *_guarded_all("cold tier", lambda: doctor_cold.examine(settings)),
         guarded("node", lambda: node(settings)),
+        guarded("engines", lambda: engines(settings)),
         guarded("cluster key", lambda: key(settings)),
     ]
     checks += _guarded_all("master", lambda: masters(settings))

@@ -205,6 +205,26 @@ def _node_table(report: protocol.AdminReport) -> RenderableType:
     return table
 
 
+def _engines_table(report: protocol.AdminReport) -> RenderableType | None:
+    from rich.table import Table
+
+    from hicache_mooncake.cli import engines
+
+    found = engines.uses(report.ranks, report.unshared)
+    if not found:
+        return None
+    table = Table(*engines.TITLES, title="engines of this host, in pages", title_justify="left")
+    for use in found:
+        table.add_row(*use.row())
+    return table
+
+
+def _unshared_lines(unshared: Sequence[protocol.Unshared]) -> list[str]:
+    from hicache_mooncake.sharing import sentence
+
+    return [f"not shared: {sentence(pair)}" for pair in unshared]
+
+
 def _cold_line(figures: Mapping[str, int | float | str | bool]) -> str:
     used, capacity, written = (float(figures.get(f"cold_{name}_bytes", 0)) for name in ("used", "capacity", "written"))
     line = f"{figures['cold_pages']:,} pages, {human_bytes(used)} of {human_bytes(capacity)} used ({rate(used, capacity)})"
@@ -270,12 +290,30 @@ def _shard_trouble(reports: Mapping[str, protocol.ClusterReport]) -> list[str]:
     return [f"the masters disagree about the number of shards ({said}): start all with the same --shard NUMBER/SHARDS"]
 
 
+def _engines(report: protocol.AdminReport) -> list[dict[str, object]]:
+    from hicache_mooncake.cli import engines
+
+    return [
+        {
+            "engine": use.label,
+            "role": use.role or "both",
+            "writer": use.writer,
+            "ranks": use.ranks,
+            "pages": dict(use.counts),
+            "why": engines.explain(use),
+        }
+        for use in engines.uses(report.ranks, report.unshared)
+    ]
+
+
 def _plain(info: protocol.NodeInfo) -> dict[str, object]:
     return {name: getattr(info, name) for name in info.__struct_fields__}
 
 
 def run_status(socket_path: str | None, masters: Sequence[str], *, key: ClusterKey | None = None, as_json: bool = False) -> int:
     """Ask and print. Exit status 1 when one of those asked gives no answer; what the others said is printed all the same."""
+    from rich.text import Text
+
     result: dict[str, object] = {}
     shown: list[RenderableType] = []
     problems: list[str] = []
@@ -284,10 +322,15 @@ def run_status(socket_path: str | None, masters: Sequence[str], *, key: ClusterK
             welcome, report = ask_node(socket_path)
             result["node"] = {"name": welcome.node, "protocol": welcome.version, **report.node}
             result["cluster"] = [_plain(info) for info in report.cluster]
+            result["engines"] = _engines(report)
+            result["unshared"] = _unshared_lines(report.unshared)
             if not as_json:
                 shown.append(_node_table(report))
                 links = _links_table(report)
                 shown += [links] if links is not None else []
+                engines = _engines_table(report)
+                shown += [engines] if engines is not None else []
+                shown += [Text(line) for line in _unshared_lines(report.unshared)]
                 if report.cluster:
                     shown.append(_cluster_table(report.cluster, "cluster, as this node's master sees it"))
         except Unreachable as error:
@@ -311,10 +354,13 @@ def run_status(socket_path: str | None, masters: Sequence[str], *, key: ClusterK
                 "warming": cluster.warming,
                 "masters": cluster.masters,
                 "nodes": [_plain(info) for info in cluster.nodes],
+                "engines": cluster.engines,
+                "unshared": _unshared_lines(cluster.unshared),
             }
             if not as_json:
                 title = f"cluster, as {address} sees it: {cluster.keys:,} keys{_kind(cluster)}"
                 shown.append(_cluster_table(cluster.nodes, title))
+                shown += [Text(line) for line in _unshared_lines(cluster.unshared)]
         except Unreachable as error:
             problems.append(str(error))
     problems += _shard_trouble(reports)
