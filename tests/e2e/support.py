@@ -33,16 +33,12 @@ from hicache_mooncake.testing.sglang_cpu.servers import (
 MARKS = [
     pytest.mark.e2e,
     pytest.mark.sglang,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in ("sglang", "torch", "hicache_mooncake.backend")),
         reason="needs sglang, torch and the storage backend",
     ),
 ]
-have_pd = pytest.mark.skipif(
-    all(importlib.util.find_spec(name) is None for name in ("mooncake", "hicache_mooncake.messenger")),
-    reason="needs mooncake.engine",
-)
 ANSWER_TOKENS = 24
 END_TO_END = "end to end"
 """In the support matrix: two engines, one reads what the other has written."""
@@ -84,6 +80,34 @@ class Host:
     engine: SglangServer
     node: NodeProcess
     master: MasterProcess
+
+
+class Writes:
+    """Pages that a node was given from now on."""
+
+    def __init__(self, node: NodeProcess) -> None:
+        self._node = node
+        self._before = self._now()
+
+    def _now(self) -> list[int]:
+        return [self._node.metric(f"{name}_total") for name in ("stored", "had", "stored_bytes")]
+
+    @property
+    def stored(self) -> int:
+        return self._now()[0] - self._before[0]
+
+    @property
+    def had(self) -> int:
+        return self._now()[1] - self._before[1]
+
+    @property
+    def pages(self) -> int:
+        """Stored, or there already."""
+        return self.stored + self.had
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._now()[2] - self._before[2]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from hicache_mooncake.testing.sglang_cpu.pd import RouterProcess, ask_pair, have_router
-from hicache_mooncake.testing.sglang_cpu.pool import NodeProcess
 from hicache_mooncake.testing.sglang_cpu.reference import reference_answers
 from hicache_mooncake.testing.sglang_cpu.servers import (
     PAGE_TOKENS,
@@ -27,10 +26,10 @@ from hicache_mooncake.testing.sglang_cpu.servers import (
 )
 from hicache_mooncake.testing.sglang_cpu.tiny_model import Family
 from tests.conftest import wait_until
-from tests.e2e.support import END_TO_END, MARKS, Engine, Host, Prompt, cached_tokens, have_pd, prompt, running_hosts
+from tests.e2e.support import END_TO_END, MARKS, Engine, Host, Prompt, Writes, cached_tokens, prompt, running_hosts
 from tests.sglang.matrix import Supports
 
-pytestmark = [*MARKS, have_pd]
+pytestmark = MARKS
 
 KV_BYTES_PER_TOKEN = 4096
 ANSWER_TOKENS = 40
@@ -66,34 +65,6 @@ class Cluster:
         wait_until(lambda: prefill_writes.pages >= prompt_pages, WAIT_S, "the prompt is written")
         wait_until(lambda: decode_writes.pages >= answer_pages, WAIT_S, "the answer is written")
         return answer
-
-
-class Writes:
-    """Pages that a node was given from now on."""
-
-    def __init__(self, node: NodeProcess) -> None:
-        self._node = node
-        self._before = self._now()
-
-    def _now(self) -> list[int]:
-        return [self._node.metric(f"{name}_total") for name in ("stored", "had", "stored_bytes")]
-
-    @property
-    def stored(self) -> int:
-        return self._now()[0] - self._before[0]
-
-    @property
-    def had(self) -> int:
-        return self._now()[1] - self._before[1]
-
-    @property
-    def pages(self) -> int:
-        """Stored, or there already."""
-        return self.stored + self.had
-
-    @property
-    def stored_bytes(self) -> int:
-        return self._now()[2] - self._before[2]
 
 
 @pytest.fixture(scope="module")

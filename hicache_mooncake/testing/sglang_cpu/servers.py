@@ -20,12 +20,16 @@ SHIMS = Path(__file__).parent / "shims"
 SHIM_PLUGINS = "cpu_hicache,cpu_models"
 PD_PLUGINS = ("cpu_pd", "hicache_mooncake")
 """What a server of a PD pair needs besides, whatever its storage backend is: ours serves `mooncake.engine`."""
-PD_ENVIRONMENT = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
+PD_ENVIRONMENT = {
+    "HICACHE_MOONCAKE_ENGINE": "on",
+    "MOONCAKE_PROTOCOL": "tcp",
+    "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
+}
 PAGE_TOKENS = 16
 MAX_TOTAL_TOKENS = 8192
 MODEL_NAME = "tiny"
 """Served model name: part of every page's key, so the servers that share a pool must agree on it."""
-START_TIMEOUT_S = 400.0
+START_TIMEOUT_S = 600.0
 REQUEST_TIMEOUT_S = 180.0
 HICACHE_SIZE_GB = 1
 HOST = "127.0.0.1"
@@ -152,10 +156,9 @@ class SglangServer(ManagedProcess):
         role: Role | None = None,
         args: Sequence[str] = (),
         port: int | None = None,
-        bootstrap_port: int | None = None,
     ) -> None:
         self.port = port if port is not None else free_port()
-        self.bootstrap_port = bootstrap_port if bootstrap_port is not None else free_port()
+        self.bootstrap_port = free_port()
         self.tp = tp
         self.role = role
         command = [
