@@ -382,7 +382,6 @@ class Session:
         self._repeats_clears = self.core.has_cold and any(self._clears.values())
         self._clears = dict.fromkeys(self._clears, 0)
         self._clears_heard = 0
-        self._engines_told = 0
         self.push(
             Join(
                 *self.core.versions,
