@@ -225,6 +225,7 @@ class World:
             self.do_source()
         elif self.destination is None:
             if isinstance(message, m.Open):
+                assert message.fresh, "a destination that has never heard of the session cannot know it"
                 self.destination = Destination(message, LAYOUT, self.limits, self.now)
                 self.do_destination()
         else:

@@ -223,7 +223,7 @@ def test_a_machine_that_breaks_a_rule_is_noticed(sabotage: Callable[[pytest.Monk
 
 
 def opened(layout: Layout = LAYOUT, generation: int = 1, pages: int = PAGES, budget_s: float = 100.0) -> m.Open:
-    return m.Open(SESSION, generation, "r", layout, pages, True, budget_s)
+    return m.Open(SESSION, generation, "r", layout, pages, True, budget_s, generation == 1)
 
 
 def receiving(limits: a.Limits = LIMITS) -> Destination:

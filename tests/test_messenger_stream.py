@@ -21,15 +21,18 @@ from hicache_mooncake.messenger.actions import Limits
 from hicache_mooncake.messenger.layout import Layout
 from hicache_mooncake.messenger.stream import Buffers, Messenger, StreamError
 from hicache_mooncake.transfer.engine import TransferEngine
+from hicache_mooncake.transfer.shm import ShmTransport
+from hicache_mooncake.transfer.transport import TransportError
 from tests.conftest import environment, stands_still
 from tests.faults.proxy import FaultProxy, Faults
 from tests.messenger_ends import LAYERS, PAGES, End, layout_of, soon
 
+pytestmark = pytest.mark.timeout(300)
 BOTH = ("shm", "tcp")
 KIB = 1 << 10
 SMALL, LARGE = 4 * KIB, 64 * KIB
-LIMITS = Limits(silence_s=20, remember_s=5)
-IMPATIENT = Limits(silence_s=1.5, resume_s=1.5, quiet_s=0.3, fence_retry_s=0.3, chunk_bytes=128 * KIB)
+LIMITS = Limits(silence_s=20, quiet_s=20, remember_s=5)
+IMPATIENT = Limits(silence_s=2, resume_s=3, quiet_s=0.3, fence_retry_s=0.3, chunk_bytes=128 * KIB)
 """For peers that are gone for good: those that are only slow have more than their beats' time."""
 
 
@@ -267,6 +270,66 @@ def test_a_session_whose_link_is_cut_goes_on_where_it_was(again: str) -> None:
             assert proxy.asked_bytes - passed < (LAYERS - 10 + 2) * layer_bytes, "layers that were counted were sent again"
         else:
             assert proxy.asked_bytes == passed
+
+
+def test_a_session_whose_first_word_is_lost_with_its_link_is_opened_by_the_next() -> None:
+    with ends("tcp") as (source, destination), FaultProxy(port_of(destination)) as proxy:
+        peer = source.engine.connect(through(proxy, destination), soon())
+        proxy.faults = Faults(swallow=True, upstream=True)
+        before = proxy.asked_bytes
+        stream = source.send(through(proxy, destination), "r")
+        source.push(stream, range(LAYERS))
+        stream.finish()
+        until(lambda: proxy.asked_bytes > before)
+        proxy.drop_all()
+        proxy.faults = Faults()
+        destination.messenger.incoming("r", soon()).result(soon())
+        assert destination.holds("r")
+        stream.wait(soon())
+        assert stream.attempts > 1
+        assert not peer.alive
+
+
+def test_a_session_that_its_destination_has_forgotten_ends() -> None:
+    limits = dataclasses.replace(LIMITS, remember_s=0.1)
+    with ends("tcp", limits=limits) as (source, destination), FaultProxy(port_of(destination)) as proxy:
+        stream = source.send(through(proxy, destination), "r")
+        source.push(stream, [0])
+        there = destination.messenger.incoming("r", soon())
+        until(lambda: stream.layers_arrived[0])
+        proxy.refuse()
+        proxy.drop_all()
+        there.abort()
+        assert destination.wait_freed("r")
+        until(lambda: not destination.messenger._remembered and not destination.messenger._destinations)
+        proxy.accept()
+        with pytest.raises(StreamError, match="does not know this session"):
+            stream.wait(soon())
+
+
+def test_a_session_whose_link_is_cut_goes_on_over_another_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_of(LARGE)
+    with End("prefill", BOTH, layout, LIMITS) as source, End("decode", BOTH, layout, LIMITS) as destination:
+        destination.accept()
+        stream = source.send(destination.engine.address, "r")
+        source.push(stream, range(10))
+        destination.messenger.incoming("r", soon()).wait_layer(9, soon())
+        (peer,) = source.engine.peers
+        assert peer.transport == "shm"
+
+        def fails(self: ShmTransport, channels: list[Any], deadline: float) -> Any:
+            for channel in channels:
+                channel.close()
+            raise TransportError("device", "no shared memory any more")
+
+        monkeypatch.setattr(ShmTransport, "connect", fails)
+        peer.close()
+        source.push(stream, range(10, LAYERS))
+        stream.finish()
+        destination.messenger.incoming("r", soon()).result(soon())
+        assert destination.holds("r")
+        stream.wait(soon())
+        assert {peer.transport for peer in source.engine.peers} == {"tcp"}
 
 
 def test_a_session_over_a_link_that_breaks_again_and_again_arrives() -> None:
@@ -581,6 +644,27 @@ def test_notices_of_others_are_counted_and_harm_nobody() -> None:
         stream.finish()
         destination.messenger.incoming("r", soon()).result(soon())
         assert destination.holds("r")
+
+
+def test_callbacks_that_fail_harm_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(arrived: bool) -> None:
+        raise RuntimeError("of the engine's own making")
+
+    with ends("tcp") as (source, destination):
+        stream = source.send(destination.engine.address, "r")
+        stream.push(0, 0, source.places(0), fails)
+        source.push(stream, range(1, LAYERS))
+        stream.finish()
+        destination.messenger.incoming("r", soon()).result(soon())
+        stream.wait(soon())
+        assert destination.holds("r")
+        aborted = source.send(destination.engine.address, "aborted")
+        aborted.abort()
+        with pytest.raises(StreamError, match="cancelled"):
+            aborted.wait(soon())
+        aborted.push(0, 0, source.places(0), fails)
+        assert aborted.ended
+    assert "a callback of request r failed" in caplog.text
 
 
 def test_the_example_of_the_documentation_runs_and_prints_what_it_says() -> None:

@@ -33,6 +33,8 @@ class Open(p.Message):
     """Each run comes with its checksum."""
     budget_s: float
     """After so long the source gives the session up."""
+    fresh: bool
+    """The source has not been answered yet: the destination need not know the session."""
 
 
 class Reserved(p.Message):

@@ -115,6 +115,7 @@ class Source:
         self._heard = self._spoke = now
         self._end: tuple[int, bytes] | None = None
         self._committed = False
+        self._answered = False
 
     def take(self) -> list[a.Action]:
         """What is to be done, in order, since the last call."""
@@ -267,6 +268,7 @@ class Source:
             self._fail(now, "protocol", f"the destination's answer: {error}", tell=True)
             return
         self._their_bases, self._their_counts = message.bases, message.counts
+        self._answered = True
 
     def _learn(self, now: float, message: m.Places) -> None:
         if message.first != len(self._their_places) or message.first + len(message.places) > self.pages:
@@ -335,7 +337,10 @@ class Source:
         self._heard = now
         self._open_until = now + self._limits.open_s
         budget = max(0.0, self.deadline - now)
-        self._tell(now, m.Open(self.session, self.generation, self.request, self.layout, self.pages, self.checked, budget))
+        fresh = not self._answered
+        self._tell(
+            now, m.Open(self.session, self.generation, self.request, self.layout, self.pages, self.checked, budget, fresh)
+        )
 
     def _write(self) -> None:
         while self.state is SourceState.STREAMING and self._queue:

@@ -83,17 +83,22 @@ class _Stream:
 
     @contextlib.contextmanager
     def _event(self) -> Iterator[None]:
+        """Something has happened to the machine: then what it wants is done."""
         calls: list[Callable[[], None]] = []
-        with self._cond:
-            try:
-                yield
-            finally:
-                for action in self._any.take():
-                    self._do(action, calls)
-                self._calling += bool(calls)
-                self._cond.notify_all()
-        if not calls:
-            return
+        try:
+            with self._cond:
+                try:
+                    yield
+                finally:
+                    for action in self._any.take():
+                        self._do(action, calls)
+                    self._calling += bool(calls)
+                    self._cond.notify_all()
+        finally:
+            if calls:
+                self._call(calls)
+
+    def _call(self, calls: list[Callable[[], None]]) -> None:
         for call in calls:
             try:
                 call()
@@ -199,9 +204,10 @@ class SourceStream(_Stream):
             self._wait(lambda: machine.has_room or machine.failing, until, "too much is pushed that has not arrived")
             failing = machine.failing
             runs = [] if failing else machine.cut(layer, first, len(places))
+            self._calling += failing and released is not None
         if failing:
             if released is not None:
-                released(False)
+                self._call([lambda: released(False)])
             return
         push = _Push(len(runs), released)
         lengths = machine.layout.runs[layer]
@@ -709,7 +715,7 @@ class Messenger:
             stream.told(message)
 
     def _opened(self, peer: Peer, message: m.Open) -> None:
-        if message.generation > 1 or self._layout is None or self._closed:
+        if not message.fresh or self._layout is None or self._closed:
             reason, detail = "closed", "this end is closing"
             if not self._closed:
                 reason, detail = "declined", "this end takes no sessions"
