@@ -14,7 +14,7 @@ import shutil
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import cold, cpu, here, posts, there
+from benchmarks import cold, cpu, here, pd_payload, posts, there
 from benchmarks.harness import Bench, Row, report, save, write_table
 
 SECTIONS = {
@@ -30,6 +30,7 @@ SECTIONS = {
     "peers": there.peers,
     "cpu": cpu.cpu,
     "posts": posts.posts,
+    "pd": pd_payload.pd,
     "cold": cold.cold,
 }
 

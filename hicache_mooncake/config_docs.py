@@ -50,7 +50,7 @@ A deployment made for SGLang's built-in backend starts with its settings unchang
 """
 
 _OTHERS = f"""\
-`MC_*` variables configure Mooncake's transfer engine and are not read. In extra_config, the keys that SGLang itself reads
+Other `MC_*` variables configure Mooncake's transfer engine and are not read. In extra_config, the keys that SGLang itself reads
 (`prefetch_threshold`, `prefetch_timeout_base`, `interface_v1`, ...) are passed over.
 
 `{PLUGIN_ENV}=off` leaves the name `mooncake` to SGLang's built-in backend.

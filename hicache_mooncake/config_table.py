@@ -150,7 +150,8 @@ SETTINGS: tuple[Setting, ...] = (
         parse_file,
         "none",
         "The cluster's key, made once by `hicache-mooncake keygen FILE` and copied to every host: nodes, masters and "
-        "`hicache-mooncake status` need it, engines do not. Without it only loopback addresses are served and used.",
+        "`hicache-mooncake status` need it, engines only for disaggregation between hosts (`engine`). "
+        "Without it only loopback addresses are served and used.",
         "--key-file",
     ),
     Setting(
@@ -631,7 +632,8 @@ MOONCAKE_SETTINGS: tuple[MooncakeSetting, ...] = (
         ("MOONCAKE_PROTOCOL",),
         ("protocol",),
         "the transport is chosen for each pair of nodes, RDMA where both have a device that works, else tcp, and shared memory "
-        "on one host. `transport` says otherwise: tcp for tcp alone, verbs to be told where RDMA cannot be used",
+        "on one host. `transport` says otherwise: tcp for tcp alone, verbs to be told where RDMA cannot be used. The "
+        "engine of disaggregation goes by it (docs/transfer-engine.md)",
         ("tcp",),
     ),
     MooncakeSetting(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from hicache_mooncake.config import load_settings
+from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.messenger import device_memory
 from hicache_mooncake.messenger.options import Options, options
 from hicache_mooncake.messenger.pieces import Stretches, batch
@@ -36,19 +36,29 @@ SHARE_S = 1.0
 _MAX_ASYNC = 4096
 _DONE, _UNDER_WAY = 1, 0
 _log = logging.getLogger("hicache_mooncake.engine")
+_GONE = ("peer", "closed")
+"""Reasons of a link that has ended."""
 _FAILURES = (TransportError, ValueError, OSError, SecurityError)
 """Of operation. Others are bugs of this package, and are logged with where they came from."""
+
+
+class _Wanted(NamedTuple):
+    op: Op
+    session: str
+    local: Sequence[int]
+    remote: Sequence[int]
+    lengths: Sequence[int]
+
+    def __str__(self) -> str:
+        return f"{self.op} of {len(self.lengths)} pieces, session {self.session}, failed"
 
 
 class _Began(NamedTuple):
     """A batch under way."""
 
-    session: str
+    wanted: _Wanted
     peer: Peer
-    op: Op
     pending: Pending
-    reused: bool
-    """The link was there before."""
 
 
 class TransferEngine:
@@ -92,11 +102,11 @@ class TransferEngine:
                 made = _listening(wanted, settings.key_file, transport_options)
                 self._engine = made
                 self._transfer_timeout_s = settings.transfer_timeout_s
-            self._tell(made, wanted, settings.key_file)
+            self._tell(made, wanted, settings)
             return 0
         return FAILED
 
-    def _tell(self, made: engine.TransferEngine, wanted: Options, key_file: str) -> None:
+    def _tell(self, made: engine.TransferEngine, wanted: Options, settings: Settings) -> None:
         no_rdma = made.report().transports.get("verbs")
         if wanted.wants_rdma and no_rdma:
             _log.warning(
@@ -105,8 +115,10 @@ class TransferEngine:
                 no_rdma,
             )
         usable = ", ".join(scheme for scheme, why in made.report().transports.items() if not why)
-        if key_file:
-            who = f"peers prove that they have the key {key_file}"
+        if settings.tls_cert:
+            _log.warning("KV that goes to other hosts by this engine is not encrypted, whatever tls_cert says for nodes")
+        if settings.key_file:
+            who = f"peers prove that they have the key {settings.key_file}"
         elif wanted.without_key == "anybody":
             who = "everybody who reaches it may read and write KV (allow_unauthenticated)"
         else:
@@ -284,70 +296,71 @@ class TransferEngine:
     # ------------------------------------------------------------------ how
 
     def _transfer(self, op: Op, session: str, local: Sequence[int], remote: Sequence[int], lengths: Sequence[int]) -> int:
-        with self._reporting(f"{op} {session}", f"{op} of {len(lengths)} pieces, session {session}, failed"):
+        wanted = _Wanted(op, session, local, remote, lengths)
+        with self._reporting(f"{op} {session}", str(wanted)):
             started = self._started()
             deadline = time.monotonic() + self._transfer_timeout_s
-            began = self._begin(started, op, session, local, remote, lengths, deadline)
+            known = {id(peer) for peer in started.peers}
+            peer = self._connect(started, session, deadline)
             try:
-                self._end(started, began)
+                self._end(wanted, peer, self._begin(wanted, peer, deadline))
             except TransportError as error:
                 # It may have ended while it was idle, and nobody noticed.
-                if error.reason not in ("peer", "closed") or not began.reused or began.peer.alive:
+                if error.reason not in _GONE or id(peer) not in known or peer.alive:
+                    self._blame(started, wanted, error)
                     raise
-                self._end(started, self._begin(started, op, session, local, remote, lengths, deadline))
+                peer = self._connect(started, session, deadline)
+                try:
+                    self._end(wanted, peer, self._begin(wanted, peer, deadline))
+                except TransportError as again:
+                    self._blame(started, wanted, again)
+                    raise
             return 0
         return FAILED
 
-    def _begin(
-        self,
-        started: engine.TransferEngine,
-        op: Op,
-        session: str,
-        local: Sequence[int],
-        remote: Sequence[int],
-        lengths: Sequence[int],
-        deadline: float,
-    ) -> _Began:
-        """Raises TransportError or ValueError; nothing has been moved then."""
-        known = {id(peer) for peer in started.peers}
-        peer = started.connect(_address(session), min(deadline, time.monotonic() + CONNECT_S))
+    def _connect(self, started: engine.TransferEngine, session: str, deadline: float) -> Peer:
+        return started.connect(_address(session), min(deadline, time.monotonic() + CONNECT_S))
+
+    def _blame(self, started: engine.TransferEngine, wanted: _Wanted, error: TransportError) -> None:
+        if error.reason == "deadline" or error.reason in _GONE:
+            started.leave_alone(_address(wanted.session))
+
+    def _begin(self, wanted: _Wanted, peer: Peer, deadline: float) -> Pending:
+        """Raises TransportError; nothing has been moved then."""
         until = min(deadline, time.monotonic() + SHARE_S)
         while True:
             heard = peer.heard
             there = Stretches((region.address, region.length) for region in peer.regions.values())
-            pieces = batch(local, remote, lengths, self._stretches, there)
+            pieces = batch(wanted.local, wanted.remote, wanted.lengths, self._stretches, there)
             try:
-                return _Began(session, peer, op, peer.submit(op, pieces, deadline), id(peer) in known)
+                return peer.submit(wanted.op, pieces, deadline)
             except TransportError as error:
                 # What it has registered a moment ago it says on a connection of its own.
                 if error.reason != "bounds" or not peer.wait_heard(heard, until):
                     raise
 
-    def _end(self, started: engine.TransferEngine, began: _Began) -> None:
+    def _end(self, wanted: _Wanted, peer: Peer, pending: Pending) -> None:
         """Raises TransportError, when nothing of it moves any more."""
         try:
-            began.pending.wait()
+            pending.wait()
         except TransportError as error:
-            if error.reason in ("deadline", "peer"):
-                started.leave_alone(_address(began.session))
-            if began.op == "write" and not began.peer.fence_writes(time.monotonic() + FENCE_S):
-                raise TransportError(
-                    error.reason,
-                    f"{error}; and the peer did not say within {FENCE_S:g} s that it has stopped taking it in (is it stopped, "
-                    "or cut off?)",
-                ) from error
-            raise
+            if wanted.op == "read" or peer.recalls or peer.fence_writes(time.monotonic() + FENCE_S):
+                raise
+            what = f"the peer did not say within {FENCE_S:g} s that it has stopped taking it in (is it stopped, or cut off?)"
+            raise TransportError(error.reason, f"{error}; and {what}") from error
 
     def _begin_async(self, op: Op, session: str, local: Sequence[int], remote: Sequence[int], lengths: Sequence[int]) -> int:
-        with self._reporting(f"{op} {session}", f"{op} of {len(lengths)} pieces, session {session}, failed"):
+        wanted = _Wanted(op, session, local, remote, lengths)
+        with self._reporting(f"{op} {session}", str(wanted)):
             deadline = time.monotonic() + self._transfer_timeout_s
             with self._lock:
                 if len(self._began) >= _MAX_ASYNC:
                     raise ValueError(f"{_MAX_ASYNC} batches have begun whose end nobody has asked for")
-            began = self._begin(self._started(), op, session, local, remote, lengths, deadline)
+            peer = self._connect(self._started(), session, deadline)
+            pending = self._begin(wanted, peer, deadline)
             with self._lock:
                 number = next(self._numbers)
-                self._began[number] = began
+                self._began[number] = _Began(wanted, peer, pending)
             return number
         return FAILED
 
@@ -359,8 +372,12 @@ class TransferEngine:
                 logging.WARNING, "no batch", f"there is no batch {number}: its end was asked for before, or it did not begin"
             )
             return FAILED
-        with self._reporting(f"{began.op} {began.session}", f"{began.op}, session {began.session}, failed"):
-            self._end(self._started(), began)
+        with self._reporting(f"{began.wanted.op} {began.wanted.session}", str(began.wanted)):
+            try:
+                self._end(*began)
+            except TransportError as error:
+                self._blame(self._started(), began.wanted, error)
+                raise
             return 0
         return FAILED
 

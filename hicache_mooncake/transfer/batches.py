@@ -122,7 +122,13 @@ class Batch(Fenced, Pending):
         pieces: list[Piece] = []
         size = 0
         while self._next < len(self.pieces) and size < most_bytes and len(pieces) < most_pieces:
-            local, remote, length = self.pieces[self._next]
+            piece = self.pieces[self._next]
+            if not self._offset and piece.length <= most_bytes - size:
+                pieces.append(piece)
+                size += piece.length
+                self._next += 1
+                continue
+            local, remote, length = piece
             length = min(length - self._offset, most_bytes - size)
             pieces.append(Piece(local + self._offset, remote + self._offset, length))
             size += length

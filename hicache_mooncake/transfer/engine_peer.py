@@ -121,6 +121,11 @@ class Peer:
         self.end()
         self._end_link(self._link.close)
 
+    @property
+    def recalls(self) -> bool:
+        """See `Link.recalls`: there is nothing to fence after a write that has failed."""
+        return self._link.recalls
+
     def fence_writes(self, until: float) -> bool:
         """End the link, and with it all that this side was writing. True: nothing of it lands in the peer's memory any more.
         False: the peer has not said so before `until`, since it is stopped or cut off. What has reached it and is not taken in
@@ -130,12 +135,9 @@ class Peer:
             self._end_link(self._link.abort)
         except TransportError as error:
             _log.warning("peer %s: what it was writing here could not be stopped: %s", self.name, error)
-        if self._link.recalls:
-            confirmed = True
-        else:
-            with self._cond:
-                self._cond.wait_for(lambda: self._left, max(0.0, until - time.monotonic()))
-                confirmed = self._peer_fenced
+        with self._cond:
+            self._cond.wait_for(lambda: self._left, max(0.0, until - time.monotonic()))
+            confirmed = self._peer_fenced
         self.end()
         return confirmed
 

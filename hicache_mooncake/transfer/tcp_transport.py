@@ -1,6 +1,7 @@
 """The transport over stream sockets: batches between registered memories through the kernel, for peers without anything faster.
 
-A link is one or more *lanes* (`tcp_lane`), and a batch moves in *turns* of at most a mebibyte, each on whichever lane is free.
+A link is one or more *lanes* (`tcp_lane`), and a batch moves in *turns* of at most two mebibytes, each on whichever lane is
+free.
 Bytes go straight between registered memory and the socket, and are checked by the owner of the memory: a row whose token is
 unknown or was revoked, or that leaves its stretch, touches nothing.
 
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from hicache_mooncake.transfer.batches import TURN_BYTES, Batches, Inbox, check_pieces, runs
+from hicache_mooncake.transfer.batches import Batches, Inbox, check_pieces
 from hicache_mooncake.transfer.tcp_lane import TOKEN_BYTES, Broken, Lane, Note, Region
 from hicache_mooncake.transfer.transport import (
     MAX_NOTICE_BYTES,
@@ -40,6 +41,9 @@ _HELLO = struct.Struct("<8s16sHH")
 """What both ends say first on each channel: magic, the link's nonce, which lane this is, of how many."""
 _MAGIC = b"hcmtcp\x00\x01"
 _DEFAULT_LANES, _MAX_LANES = 2, 64
+_TURN_BYTES = 2 << 20
+"""A turn costs Python as much as the kernel takes for a few hundred KiB."""
+_NONE = memoryview(b"")
 _REVOKE_GRACE_S = 1.0
 _JOIN_S = 20.0
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3), (socket.TCP_USER_TIMEOUT, 60_000))
@@ -110,11 +114,16 @@ class TcpTransport(Transport):
     def views(self, pieces: Sequence[Piece]) -> list[memoryview]:
         """Where they lie in this process's registered memory. Raises TransportError."""
         views = []
-        for address, length, token in runs(((piece.local, piece.length) for piece in pieces), self._extents):
-            region = self.find(token)
-            if region is None:
-                raise TransportError("bounds", f"{length} bytes at {address:#x} are not registered any more")
-            views.append(region.part(address, length))
+        start = end = 0
+        whole = _NONE
+        for address, _, length in pieces:
+            if not (start <= address and address + length <= end):
+                start, size, token = self._extents.find(address, length)
+                region = self.find(token)
+                if region is None:
+                    raise TransportError("bounds", f"{length} bytes at {address:#x} are not registered any more")
+                end, whole = start + size, region.view
+            views.append(whole[address - start : address - start + length])
         return views
 
     @property
@@ -185,7 +194,7 @@ class TcpLink(Link):
     def __init__(self, transport: TcpTransport, sockets: Sequence[socket.socket], max_in_flight: int) -> None:
         """Owns the sockets. Raises RuntimeError or OSError, and leaves them to the caller, when there can be no threads."""
         self.transport = transport
-        self.batches = Batches(max_in_flight, self.hurry)
+        self.batches = Batches(max_in_flight, self.hurry, turn_bytes=_TURN_BYTES)
         self.remote = Extents()
         self.inbox = Inbox()
         self._lock = threading.Lock()
@@ -216,7 +225,7 @@ class TcpLink(Link):
         self._check_alive()
         check_pieces(pieces, self.transport.extents, self.remote)
         batch = self.batches.admit(op, pieces, deadline)
-        self.kick(all_lanes=batch.total > TURN_BYTES)
+        self.kick(all_lanes=batch.total > _TURN_BYTES)
         return batch
 
     def notify(self, message: bytes, deadline: float) -> None:
