@@ -226,6 +226,9 @@ class SharingTable:
         self._count -= len(before)
         self._touch(before, [], now)
 
+    def __contains__(self, source: str) -> bool:
+        return source in self._sources
+
     def number(self, source: str) -> int:
         """As given last; 0 for one that is not there."""
         return self._sources.get(source, (0, []))[0]

@@ -170,6 +170,16 @@ def test_a_node_tells_of_a_rank_for_as_long_as_its_connection_lives() -> None:
     assert list(core.engines_told[1]) == []
 
 
+def test_nothing_stays_of_a_rank_that_said_too_much() -> None:
+    core = make_core()
+    (rank,) = engine("d", DECODE)
+    rank.pools[0].namespaces = [bytes(16)] * sharing.MAX_RANK_BYTES
+    core.describe(1, rank, 10.0)
+    assert list(core.engines_told[1]) == []
+    core.drop_owner(1)
+    assert core.sharing.sources() == []
+
+
 def test_two_lives_of_a_node_do_not_count_alike() -> None:
     numbers = set()
     for incarnation in (b"12345678", b"abcdefgh"):

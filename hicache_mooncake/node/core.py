@@ -477,7 +477,7 @@ class NodeCore:
     def drop_owner(self, owner: int) -> None:
         """A connection ended: its pins and what it did not commit are over, and so is who it said it was."""
         self.store.drop_owner(owner)
-        if self.sharing.ids(str(owner)):
+        if str(owner) in self.sharing:
             self.sharing.drop(str(owner), self._described_at)
             self._tell_engines()
         for txn in [txn for txn, writing in self._writing.items() if writing.owner == owner]:
