@@ -24,6 +24,7 @@ from hicache_mooncake.client.chain import PAGES_A_CALL, Chain
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.pools import KV, Need, StoredPool, View
 from hicache_mooncake.client.presence import Presence
+from hicache_mooncake.client.promised import promise_seconds
 from hicache_mooncake.client.registry import Registry
 from hicache_mooncake.client.restorable import ALL_PAGES, TRAILING_PAGES, both, restorable_lengths, trailing_lengths
 from hicache_mooncake.client.worth import Worth
@@ -64,7 +65,8 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         """Keys for which a side pool's page could not be stored: their KV page would restore nothing. Oldest first."""
         self._metrics = StorageFigures(bool(getattr(storage_config, "enable_storage_metrics", False)))
         rank = f"tp{getattr(storage_config, 'tp_rank', 0)}pp{getattr(storage_config, 'pp_rank', 0)}"
-        self.client = PoolClient(settings, f"{os.getpid()}:{getattr(storage_config, 'model_name', '')}:{rank}")
+        client = f"{os.getpid()}:{getattr(storage_config, 'model_name', '')}:{rank}"
+        self.client = PoolClient(settings, client, promise_seconds(settings))
         self.client.start()
         self._pools = Registry(storage_config, settings, self.client, dynamic=dynamic, refusal=isolation.isolate())
         self._presence = Presence(storage_config, settings, self.client.client, self._pools, self._namespaces)

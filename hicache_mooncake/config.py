@@ -82,6 +82,9 @@ class Settings:
     key_file: str = ""
     allow_unauthenticated: bool = False
     deadline_s: float = 2.0
+    promise_s: float = -1.0
+    """-1: by what kind of engine it is."""
+    promise_share: float = 0.125
     copy_mode: str = "auto"
     model_id: str = ""
     weight_version: str = ""

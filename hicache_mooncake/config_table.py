@@ -33,6 +33,8 @@ from hicache_mooncake.config_values import (
     parse_masters,
     parse_metrics,
     parse_name,
+    parse_promise,
+    parse_promise_share,
     parse_rate,
     parse_size,
     parse_socket,
@@ -172,6 +174,26 @@ SETTINGS: tuple[Setting, ...] = (
         "Longest time one storage call may take before what is left of it counts as a miss. Above 0.05 and below 8 "
         "seconds: SGLang gives up on its storage "
         "threads after 10.",
+    ),
+    Setting(
+        "promise_s",
+        "HICACHE_MOONCAKE_PROMISE_S",
+        ("promise_s",),
+        parse_promise,
+        "auto: 5 on a decode server with radix cache and HiCache, else 0",
+        "How long pages stay that a lookup found, until the engine has loaded them. A decode server tells its prefill server "
+        "that it has them, and SGLang fails the request when one then cannot be loaded. At most 60. 0: they may go at any "
+        "time. With more than 0 a lookup takes half a second at most, as SGLang's scheduler waits for it.",
+    ),
+    Setting(
+        "promise_share",
+        "HICACHE_MOONCAKE_PROMISE_SHARE",
+        ("promise_share",),
+        parse_promise_share,
+        "0.125",
+        "Part of the node's memory that pages promised so may take. Beyond it the oldest promises are dropped, and counted "
+        "(hicache_node_promises_dropped). At most 0.5.",
+        "--promise-share",
     ),
     Setting(
         "copy_mode",

@@ -14,6 +14,7 @@ DEFAULT_MASTER_PORT = 50051
 DEFAULT_ETCD_PORT = 2379
 DEFAULT_CLUSTER = "default"
 MAX_DRAIN_S = 3600.0
+MAX_PROMISE_S = 60.0
 MAX_TEXT = 512
 MAX_FILE_BYTES = 1 << 20
 
@@ -284,6 +285,22 @@ def parse_drain(value: object) -> float:
     if not 0 <= seconds <= MAX_DRAIN_S:
         raise ValueError(f"a node drains for 0 (not at all) to {MAX_DRAIN_S:g} s")
     return seconds
+
+
+def parse_promise(value: object) -> float:
+    if str(value).strip().lower() in ("auto", "-1", "-1.0"):
+        return -1.0
+    seconds = parse_number(value)
+    if not 0 <= seconds <= MAX_PROMISE_S:
+        raise ValueError(f"a promise lasts 0 (nothing is promised) to {MAX_PROMISE_S:g} s, or auto")
+    return seconds
+
+
+def parse_promise_share(value: object) -> float:
+    share = parse_number(value)
+    if not 0 <= share <= 0.5:
+        raise ValueError("promised pages take 0 to 0.5 of the memory: more, with what is being read, leaves stores no room")
+    return share
 
 
 def parse_fetches(value: object) -> int:

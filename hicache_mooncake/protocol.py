@@ -104,6 +104,10 @@ class Exists(Message):
     sparse: list[bytes] = []
     budget_s: float = 1.0
     """As in Locate."""
+    promise_s: float = 0.0
+    """So long the asker counts on what it is told of: it stays until it has loaded it, as far as may be. 0: it does not."""
+    reader: str = ""
+    """Who will load it: as in Locate."""
 
 
 class Found(Message):
@@ -143,6 +147,8 @@ class Locate(Message):
     """The same load asks for pages that did not come by a recalled answer: nothing is recalled for it, nor known any more."""
     cold: bool = False
     """The asker reads from the cold tier's file by itself: what lies there is told."""
+    reader: str = ""
+    """For whom: what a lookup promised to it need not be kept any longer. Empty: to nobody."""
 
 
 MISS, LOCAL, REMOTE, WRONG_LENGTH, FETCH, WAIT, READ, READ_ON = 0, 1, 2, 3, 4, 5, 6, 7
@@ -277,6 +283,8 @@ class Missed(Message):
     """One-way, rank -> node: misses since the last such message, by reason, for the node's metrics."""
 
     reasons: dict[str, int]
+    broken: dict[str, int] = {}
+    """Of pages that a lookup had promised, those that could not be loaded in that time, by reason."""
 
 
 class PoolIdentity(msgspec.Struct, array_like=True):
@@ -460,6 +468,8 @@ class Fetch(Message):
     """Write the bodies over this link, instead of sending them here."""
     into: list[int] = []
     """Segment offset in the requester's node for each key; for `link`."""
+    reader: str = ""
+    """As in Locate, of the requester's."""
 
 
 class FetchReply(Message):
@@ -716,6 +726,10 @@ class Lookup(Message):
     id: int
     questions: list[Question]
     asker: str = ""
+    promise_s: float = 0.0
+    """The first holder of each page is told to keep it for so long."""
+    reader: str = ""
+    """Who counts on it: as in Locate, of the asker's."""
 
 
 class LookupReply(Message):
@@ -734,6 +748,17 @@ class ClearNamespace(Message):
     origin: str = ""
     number: int = 0
     """Master -> node: counted from 1 since the node joined. 0: not counted."""
+
+
+class Keep(Message):
+    """One-way, master -> node: a reader of another node was told that these pages are here. They stay for so long, or until it
+    has loaded them, as far as may be. Pairs of (namespace, blob of 32-byte hashes)."""
+
+    node: str
+    """Whose reader."""
+    reader: str
+    promise_s: float
+    pages: list[tuple[bytes, bytes]]
 
 
 class ClusterStatus(Message):
@@ -783,7 +808,7 @@ FromMover = Attached | Transferred | Refused
 ToMaster = Join | Beat | Update | Snapshot | Leave | Report | Lookup | ClearNamespace | ClusterStatus | Engines
 ToData = Prove | Proof | Fetch | Push | Wrote | Link
 FromData = Proof | FetchReply | PushReply | Pushed | Linked | Refused
-FromMaster = Joined | Refused | BeatReply | LookupReply | ClearNamespace | ClusterReport
+FromMaster = Joined | Refused | BeatReply | LookupReply | ClearNamespace | Keep | ClusterReport
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -145,6 +145,8 @@ def test_every_setting_can_be_given_in_every_layer() -> None:
         "tag": "t",
         "tenant": "a",
         "metrics": "127.0.0.1:9404",
+        "promise_s": 3,
+        "promise_share": 0.25,
         "high_watermark": 0.8,
         "low_watermark": 0.5,
         "eviction": "cost",

@@ -21,6 +21,7 @@ from hicache_mooncake.backoff import Backoff
 from hicache_mooncake.client.embedded import ensure_node, own_user_only
 from hicache_mooncake.client.geometry import PoolGeometry
 from hicache_mooncake.client.mover_process import START_S, MoverProcess, MoverUnavailable
+from hicache_mooncake.client.promised import LOOKUP_S, Told
 from hicache_mooncake.client.queries import EMBEDDED_START_S, NodeQueries
 from hicache_mooncake.config import Settings
 from hicache_mooncake.quiet import QuietLog
@@ -89,9 +90,10 @@ class Bounce:
 
 
 class PoolClient:
-    """One rank's access to the pool. All methods are thread-safe; loads, stores and lookups run beside each other."""
+    """One rank's access to the pool. All methods are thread-safe; loads, stores and lookups run beside each other. `promise_s`:
+    how long this rank counts on what a lookup found; 0: not at all."""
 
-    def __init__(self, settings: Settings, client: str) -> None:
+    def __init__(self, settings: Settings, client: str, promise_s: float = 0.0) -> None:
         self.settings = settings
         self.client = client
         self.embedded = settings.node == "embedded"
@@ -100,9 +102,13 @@ class PoolClient:
         self.mode_reason = ""
         self.reasons: Counter[str] = Counter()
         """Misses since start, by reason. Written under a lock, by `miss`."""
+        self.broken: Counter[str] = Counter()
+        """Of those, pages that were found so lately that they should have been there. Written under the same lock."""
+        self._told = Told(promise_s) if promise_s > 0 else None
         self.quiet = QuietLog(log)
         self._reasons_lock = threading.Lock()
         self._unreported: Counter[str] = Counter()
+        self._unreported_broken: Counter[str] = Counter()
         self._report_at = 0.0
         self._queries = NodeQueries(settings, client, embedded=self.embedded)
         self._movers = {role: MoverProcess(role) for role in ("load", "store")}
@@ -184,13 +190,15 @@ class PoolClient:
         total = p.Found([0] * len(leading), [b""] * len(sparse))
         if not self.enabled or not hashes:
             return total
-        deadline = time.monotonic() + self.settings.deadline_s
+        promise_s = self._told.seconds if self._told is not None else 0.0
+        deadline = time.monotonic() + (min(LOOKUP_S, self.settings.deadline_s) if promise_s else self.settings.deadline_s)
         pages_at_once = max(1, _MAX_LOOKUP_KEYS // (len(leading) + len(sparse)))
         step = pages_at_once * p.HASH_BYTES
         for at in range(0, len(hashes), step):
             part = hashes[at : at + step]
             left = max(0.001, deadline - time.monotonic())
-            answer, reason = self._queries.ask(p.Exists(list(leading), part, list(sparse), left), left)
+            question = p.Exists(list(leading), part, list(sparse), left, promise_s, self.client)
+            answer, reason = self._queries.ask(question, left)
             count = len(part) // p.HASH_BYTES
             if not isinstance(answer, p.Found):
                 self.miss({reason: count})
@@ -202,6 +210,11 @@ class PoolClient:
                 return total
             if answer.reason:
                 self.miss({answer.reason: 1})
+            if self._told is not None:
+                run, now = min(answer.runs, default=count), time.monotonic()
+                columns = [b"\x01" * run for _ in leading] + [column[:run] for column in answer.columns]
+                for namespace, here in zip((*leading, *sparse), columns, strict=True):
+                    self._told.told(namespace, part, here, now)
             total.runs = [a + b for a, b in zip(total.runs, answer.runs, strict=True)]
             total.columns = [a + b for a, b in zip(total.columns, answer.columns, strict=True)]
             if min(answer.runs, default=count) < count:
@@ -226,7 +239,7 @@ class PoolClient:
             return self._settle(Outcome(bytes(count), {"off": count}))
         left = self.settings.deadline_s if deadline is None else deadline - time.monotonic()
         if left < min(_LEAST_BATCH_S, self.settings.deadline_s / 4):
-            return self._settle(Outcome(bytes(count), {"deadline": count}))
+            return self._settle(Outcome(bytes(count), {"deadline": count}), op, body, hashes)
         if self.mode == "segment" or (self.mode == "process_vm" and in_small_pieces(body.runs)):
             flat = addresses if addresses is not None else array("q")
             if addresses is None and pages is not None:
@@ -249,7 +262,7 @@ class PoolClient:
                 touch=touch,
             )
 
-        return self._settle(self._run(self._movers[op], job, count, left))
+        return self._settle(self._run(self._movers[op], job, count, left), op, body, hashes)
 
     def transfer_through_bounce(
         self,
@@ -268,11 +281,11 @@ class PoolClient:
         if not self.enabled or not count:
             return self._settle(Outcome(bytes(count), {"off": count} if count else {}))
         if not self._bounce_locks[op].acquire(timeout=max(0.0, deadline - started) / 2):
-            return self._settle(Outcome(bytes(count), {"busy": count}))
+            return self._settle(Outcome(bytes(count), {"busy": count}), op, body, hashes)
         try:
             if not self.enabled:  # closed while we waited: nothing may touch engine memory any more
                 return self._settle(Outcome(bytes(count), {"off": count}))
-            return self._settle(self._bounce_rounds(op, body, hashes, addresses, deadline, touch))
+            return self._settle(self._bounce_rounds(op, body, hashes, addresses, deadline, touch), op, body, hashes)
         finally:
             self._bounce_locks[op].release()
 
@@ -420,27 +433,41 @@ class PoolClient:
             return Outcome(bytes(count), {"mover_answer": count})
         return Outcome(done.ok, done.reasons, done.local_bytes, done.remote_bytes, done.had)
 
-    def _settle(self, outcome: Outcome) -> Outcome:
+    def _settle(self, outcome: Outcome, op: str = "", body: Body | None = None, hashes: bytes = b"") -> Outcome:
         """Every key that is not ok has a reason; what the parts did not name is counted as `other`."""
         missing = outcome.ok.count(0) - sum(outcome.reasons.values())
         if missing > 0:
             outcome.reasons["other"] = outcome.reasons.get("other", 0) + missing
-        self.miss(outcome.reasons)
+        broken: dict[str, int] = {}
+        if self._told is not None and op == "load" and body is not None and 0 in outcome.ok:
+            broken = self._told.broken(body.namespace, hashes, outcome.ok, outcome.reasons, time.monotonic())
+        if broken and self._told is not None:
+            text = (
+                f"{sum(broken.values())} pages could not be loaded that SGLang was told of less than {self._told.seconds:g} s "
+                f"before ({broken}): it fails the request that counts on them. docs/sglang.md says what to do"
+            )
+            self.quiet(logging.ERROR, "promise", text)
+        self.miss(outcome.reasons, broken)
         return outcome
 
-    def miss(self, reasons: Mapping[str, int]) -> None:
-        """Count misses, and tell the node of them now and then: its metrics are where operators look."""
+    def miss(self, reasons: Mapping[str, int], broken: Mapping[str, int] | None = None) -> None:
+        """Count misses, and tell the node of them now and then: its metrics are where operators look. `broken`: those of them
+        that were promised."""
         reasons = {reason: count for reason, count in reasons.items() if count}
         if not reasons:
             return
         now = time.monotonic()
         with self._reasons_lock:
             self.reasons.update(reasons)
+            self.broken.update(broken or {})
             self._unreported.update(reasons)
+            self._unreported_broken.update(broken or {})
             if now < self._report_at:
                 return
             self._report_at = now + _REPORT_MISSES_EVERY_S
             report, self._unreported = self._unreported, Counter()
-        if not self._queries.tell(p.Missed(dict(report))):
+            broken, self._unreported_broken = self._unreported_broken, Counter()
+        if not self._queries.tell(p.Missed(dict(report), dict(broken))):
             with self._reasons_lock:
                 self._unreported.update(report)
+                self._unreported_broken.update(broken)

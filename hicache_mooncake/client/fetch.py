@@ -149,6 +149,7 @@ class RemoteReads:
         requester: str,
         lanes: Lanes,
         links: OverLinks,
+        reader: str = "",
     ) -> None:
         self._peers = peers
         self._memory = memory
@@ -157,6 +158,7 @@ class RemoteReads:
         self._ok = ok
         self._plan = plan
         self._requester = requester
+        self._reader = reader
         self._lanes = lanes
         self._links = links
         self._timing = _Timing()
@@ -261,6 +263,7 @@ class RemoteReads:
             job.touch,
             link,
             into,
+            self._reader,
         )
         stream.reading = self._reading(stream)
         stream.wanted = next(stream.reading)

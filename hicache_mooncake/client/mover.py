@@ -98,6 +98,7 @@ class Mover:
         self._peers = Peers()
         self._lanes = Lanes(lanes)
         self._layouts = Layouts()
+        self._client = client
         self._siblings = Siblings(client)
         self._copies = Copies(copy_threads)
         self._unsettled: list[p.Message] = []
@@ -226,8 +227,8 @@ class Mover:
             self._unsettled.append(p.Touch(batch.job.namespace, batch.job.hashes))
         return done
 
-    @staticmethod
     def _locate(
+        self,
         batch: Batch,
         pages: Sequence[int],
         deadline: float,
@@ -252,6 +253,7 @@ class Mover:
             recall=not wait_s and not again and left >= _RECALL_LEAST_S,
             again=again,
             cold=not again,
+            reader=self._client,
         )
 
     def _load_located(
@@ -307,7 +309,9 @@ class Mover:
             elif status not in (p.READ, p.READ_ON):
                 absent = "wrong_length" if status == p.WRONG_LENGTH else located.reason or "absent"
                 reasons[before[i].why if i in before else absent] += 1
-        reads = RemoteReads(self._peers, self.memory, batch, landing, ok, plan, self._link.node, self._lanes, links)
+        reads = RemoteReads(
+            self._peers, self.memory, batch, landing, ok, plan, self._link.node, self._lanes, links, self._client
+        )
         try:
             asked = self._ask_siblings(batch, [(located.peers[at], some) for at, some in near.items()], deadline)
             for i in (i for neighbour, some, _ in asked if neighbour is None for i in some):

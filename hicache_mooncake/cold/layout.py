@@ -9,6 +9,7 @@ Each filling of a segment has a number of its own. Who finds a body by an older 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,10 @@ class Layout:
         """The one to be emptied next; never the open one."""
         first = next(iter(self._filled.values()), None)
         return first if first is not self._open else None
+
+    def oldest_few(self, count: int) -> list[Segment]:
+        """The oldest first; never the open one."""
+        return list(itertools.islice((segment for segment in self._filled.values() if segment is not self._open), count))
 
     def emptied(self, segment: Segment) -> None:
         del self._filled[segment.number]

@@ -46,6 +46,8 @@ _PATIENCE_S = 0.5
 """With the index, of which a part may have to come from the disk: what is in DRAM must not wait behind it for long."""
 _INDEX_HANGS = "the index cannot be read: meanwhile nothing is found here. Look at the disk (dmesg)"
 _KEEP_AFTER = 2
+_LEAST_PASSED_OVER, _PASSED_OVER_SHARE = 2, 8
+"""So many segments, and at least so many, may be passed over since somebody counts on what is in them."""
 _LOOK_EVERY_S = 60.0
 _MAX_CLEARED = 4096
 _SWEPT = 4096
@@ -79,6 +81,8 @@ class Counts:
     unreadable: int = 0
     not_written: int = 0
     errors: int = 0
+    promises_broken: int = 0
+    """Segments emptied although somebody counted on pages in them."""
 
 
 class ColdTier:
@@ -118,6 +122,8 @@ class ColdTier:
         """Namespaces cleared lately: the how manieth clear it was."""
         self._bad: dict[Key, Place] = {}
         """Damaged, and not yet forgotten by the index."""
+        self._promised: dict[int, float] = {}
+        """Fillings of segments in which somebody counts on pages: until when."""
         self._asked = Asked()
         self._patience = Patience(_PATIENCE_S)
         self._size = Newest(self._size_now, _PATIENCE_S, (0, 0))
@@ -235,9 +241,13 @@ class ColdTier:
         """Bytes. A larger one is never kept."""
         return self._layout.segment_bytes
 
-    def present(self, namespace: bytes, hashes: Sequence[bytes]) -> bytes:
-        """One byte a page: 1 where it is here."""
-        return bytes(place is not None for place in self._find(namespace, hashes))
+    def present(self, namespace: bytes, hashes: Sequence[bytes], promised_until: float = 0.0) -> bytes:
+        """One byte a page: 1 where it is here. Until `promised_until` (`time.monotonic()`) somebody counts on it: its segment
+        is emptied later than its turn, as far as few others wait so."""
+        places = self._find(namespace, hashes)
+        for filling in {place.filling for place in places if place is not None} if promised_until else ():
+            self._promised[filling] = max(promised_until, self._promised.get(filling, 0.0))
+        return bytes(place is not None for place in places)
 
     def locate(self, namespace: bytes, hashes: Sequence[bytes], length: int) -> list[Place | None]:
         """Where these pages are, to be read now: they count as asked for. None for one that is not here in this length."""
@@ -410,10 +420,20 @@ class ColdTier:
             return False
         with self._lock:
             self._layout.begin()
-        if not self._layout.free and self._layout.oldest() is not None:
-            self._keep_some(self._layout.segment_bytes - size)
-            self._empty_oldest()
+        if not self._layout.free and (oldest := self._oldest()) is not None:
+            self._keep_some(oldest, self._layout.segment_bytes - size)
+            self._empty(oldest)
         return True
+
+    def _oldest(self) -> Segment | None:
+        """The segment to be emptied next: the oldest in which nobody counts on a page, of the oldest few."""
+        now, oldest = time.monotonic(), self._layout.oldest()
+        for filling in [filling for filling, until in list(self._promised.items()) if until <= now]:
+            del self._promised[filling]
+        for segment in self._layout.oldest_few(max(_LEAST_PASSED_OVER + 1, self._layout.segments // _PASSED_OVER_SHARE)):
+            if segment.filling not in self._promised:
+                return segment
+        return oldest
 
     def _have_free(self) -> bool:
         """A free segment, with room on the disk, the oldest one if there is no other. On a disk that is full it is not emptied:
@@ -423,8 +443,8 @@ class ColdTier:
                 return True
             with self._lock:
                 self._layout.lose(number)
-        oldest = self._layout.oldest()
-        return oldest is not None and self._has_room(oldest.number) and self._empty_oldest()
+        oldest = self._oldest()
+        return oldest is not None and self._has_room(oldest.number) and self._empty(oldest)
 
     def _has_room(self, number: int) -> bool:
         size = self._layout.segment_bytes
@@ -439,9 +459,12 @@ class ColdTier:
         return True
 
     def _empty_oldest(self) -> bool:
-        segment = self._layout.oldest()
-        if segment is None:
-            return False
+        segment = self._oldest()
+        return segment is not None and self._empty(segment)
+
+    def _empty(self, segment: Segment) -> bool:
+        if self._promised.pop(segment.filling, 0.0):
+            self.counts.promises_broken += 1
         last = False
         while not last:
             with self._lock:
@@ -453,10 +476,8 @@ class ColdTier:
         self.counts.emptied += 1
         return True
 
-    def _keep_some(self, most_bytes: int) -> None:
-        """Write those pages of the oldest segment anew that are asked for again and again, if they fit."""
-        old = self._layout.oldest()
-        assert old is not None
+    def _keep_some(self, old: Segment, most_bytes: int) -> None:
+        """Write those pages of this segment anew that are asked for again and again, if they fit."""
         kept: list[tuple[int, Key, Place]] = []
         deadline = time.monotonic() + _KEEP_S
         with self._appending() as segment:

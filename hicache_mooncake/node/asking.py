@@ -15,6 +15,9 @@ class AskMasters:
 
     questions: list[p.Question]
     timeout_s: float
+    promise_s: float = 0.0
+    """As in Lookup, and so is `reader`."""
+    reader: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ class AskCold:
 
     questions: list[tuple[bytes, bytes]]
     """(namespace, blob of hashes)."""
+    promise_s: float = 0.0
+    """So long they are to stay there, as far as may be."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from hicache_mooncake.cold.tier import Body, ColdTier
 from hicache_mooncake.node.allocator import blocks_of
 from hicache_mooncake.node.core import NodeCore
 from hicache_mooncake.node.keeping import Batch, Keeping
+from hicache_mooncake.protocol import split
 from hicache_mooncake.quiet import QuietLog
 from hicache_mooncake.transfer.mapping import Mapping
 
@@ -25,6 +26,7 @@ _SWEEP_S = 1.0
 _AFTER_FAILURE_S = 1.0
 _CHECK_S = 5.0
 _MAX_DOUBTED = 1024
+_MAX_PROMISED = 1024
 _SAVE_LOG_S = 5.0
 _STOP_S = 5.0
 """A write that takes longer hangs, as far as a node that ends is concerned."""
@@ -64,6 +66,7 @@ class ColdWriter:
         self._keeping = keeping
         self._stopping = threading.Event()
         self._doubted: deque[tuple[bytes, bytes, int]] = deque(maxlen=_MAX_DOUBTED)
+        self._promised: deque[tuple[bytes, bytes, float]] = deque(maxlen=_MAX_PROMISED)
         self._swept_at = 0.0
         self._life = tier.life
         self._quiet = QuietLog(log)
@@ -87,6 +90,10 @@ class ColdWriter:
     def doubt(self, namespace: bytes, page_hash: bytes, offset: int) -> None:
         """Somebody read this page there and its bytes were not right: it is looked at, unless it has moved since."""
         self._doubted.append((namespace, page_hash, offset))
+
+    def promise(self, namespace: bytes, hashes: bytes, seconds: float) -> None:
+        """A reader of another node counts on these for so long. No segment is emptied before this has been looked at."""
+        self._promised.append((namespace, hashes, time.monotonic() + seconds))
 
     def save(self, interrupted: Callable[[], bool]) -> tuple[int, int]:
         """After `stop`: write what is in DRAM and not on the disk. Returns pages and bytes written: so far, when it is
@@ -196,6 +203,10 @@ class ColdWriter:
                 self._see_life()
                 self._node.core.gone_cold(gone)
             self._node.changed()
+        while self._promised and not self._stopping.is_set():
+            namespace, hashes, until = self._promised.popleft()
+            if until > now:
+                self._tier.present(namespace, split(hashes), until)
         while self._doubted and not self._stopping.is_set():
             namespace, page_hash, offset = self._doubted.popleft()
             self._tier.check(namespace, page_hash, offset, now + _CHECK_S)

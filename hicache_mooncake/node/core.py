@@ -23,15 +23,17 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.config_values import MAX_PROMISE_S
 from hicache_mooncake.node.allocator import blocks_of
 from hicache_mooncake.node.asking import AskCold, Asked, AskMasters, ColdPlace, LocateCold, Told
 from hicache_mooncake.node.heat import Heat
 from hicache_mooncake.node.keeping import Keeping
 from hicache_mooncake.node.link_session import Usage
 from hicache_mooncake.node.placement import Placement
+from hicache_mooncake.node.promises import Promise
 from hicache_mooncake.node.recall import Mark, Recall
 from hicache_mooncake.node.spill import GiveSteps, Spill
-from hicache_mooncake.node.store import GUEST, OWN, REPLICA, Store, Stranded
+from hicache_mooncake.node.store import GUEST, OWN, REPLICA, LogicalPage, Store, Stranded
 from hicache_mooncake.sharing import MAX_RANKS_OF_SOURCE, SharingTable, told
 
 LOOKUP_TIMEOUT_S = 0.5
@@ -44,6 +46,8 @@ REPLICA_CHECK_S = 5.0
 MAX_TAKING = 32
 """Pushes that are taken at once."""
 _EVICT_SLICE = 256
+NOBODY = 0
+"""No connection: what readers of other nodes were promised ends by time, or when they load it."""
 _GIVING_S = 5.0
 """Pages that nobody took are evicted for so long, before giving them away is waited for again."""
 _MAX_REASONS = 100
@@ -139,6 +143,8 @@ class NodeCore:
         """The node ends: nothing new is stored here."""
         self.missed: Counter[str] = Counter()
         """What the ranks of this host report: misses by reason."""
+        self.broken: Counter[str] = Counter()
+        """Of those, pages that had been promised."""
         self.sent_bytes = 0
         self.taken = self.taken_bytes = self.pushes_refused = self.replicated = self.recalled = 0
         self.sharing = SharingTable()
@@ -176,7 +182,7 @@ class NodeCore:
         """Any message of a rank or mover but Hello, AdminStatus and Clear. Returns the answer; None to one-way messages."""
         match message:
             case p.Exists():
-                return (yield from self.exists(message, now))
+                return (yield from self.exists(owner, message, now))
             case p.Locate():
                 return (yield from self.locate(owner, message, now))
             case p.Release():
@@ -189,22 +195,27 @@ class NodeCore:
                 p.count_hashes(message.hashes)
                 self.store.touch(message.namespace, message.hashes)
             case p.Missed():
-                for reason, count in message.reasons.items():
-                    if len(self.missed) < _MAX_REASONS or reason in self.missed:
-                        self.missed[reason] += count
+                for counts, reported in ((self.missed, message.reasons), (self.broken, message.broken)):
+                    for reason, count in reported.items():
+                        if len(counts) < _MAX_REASONS or reason in counts:
+                            counts[reason] += count
             case _:
                 raise p.ProtocolError(f"unexpected {type(message).__name__}")
         return None
 
-    def exists(self, message: p.Exists, now: float) -> Steps[p.Found]:
+    def exists(self, owner: int, message: p.Exists, now: float) -> Steps[p.Found]:
         count = p.count_hashes(message.hashes)
         namespaces = [*message.leading, *message.sparse]
         leading = len(message.leading)
         if not 1 <= len(namespaces) <= p.MAX_NAMESPACES_PER_MESSAGE or count * len(namespaces) > p.MAX_KEYS_PER_MESSAGE:
             raise p.ProtocolError(f"{count} pages of {len(namespaces)} namespaces asked for at once")
         columns = [bytearray(self.store.present(namespace, message.hashes)) for namespace in namespaces]
+        promise_s = min(message.promise_s, MAX_PROMISE_S)
+        promises: list[Promise[LogicalPage]] = []
+        if promise_s > 0:
+            promises = self._promise(owner, message.reader, namespaces, message.hashes, columns, now + promise_s)
         if self.keeping is not None and any(0 in column for column in columns):
-            columns = yield from self._exist_cold(namespaces, message.hashes, columns)
+            columns = yield from self._exist_cold(namespaces, message.hashes, columns, promise_s)
         reason = ""
         questions: list[p.Question] = []
         asked: list[tuple[bytearray, list[int]]] = []
@@ -217,7 +228,7 @@ class NodeCore:
                     asked.append((column, missing))
         if questions:
             mark = self._recall.mark()
-            told = yield AskMasters(questions, min(LOOKUP_TIMEOUT_S, message.budget_s / 2))
+            told = yield AskMasters(questions, min(LOOKUP_TIMEOUT_S, message.budget_s / 2), max(promise_s, 0.0), message.reader)
             self._learn(mark, questions, told, now)
             if told is not None:
                 for (column, missing), answer in zip(asked, told.answers, strict=True):
@@ -228,7 +239,38 @@ class NodeCore:
         headless = sum(column.count(1, first) for column in columns[:leading] if (first := column.find(0)) >= 0)
         self.store.stats.reasons["headless"] += headless
         runs = [count if (first := column.find(0)) < 0 else first for column in columns[:leading]]
+        for promise in promises:
+            self.store.promises.cut(promise, min(runs, default=count))
         return p.Found(runs, [bytes(column) for column in columns[leading:]], reason)
+
+    def _promise(
+        self,
+        owner: int,
+        reader: str,
+        namespaces: Sequence[bytes],
+        hashes: bytes,
+        columns: Sequence[bytearray],
+        until: float,
+    ) -> list[Promise[LogicalPage]]:
+        """What is in DRAM stays, from here on: what follows takes time. What then is not told of after all is let go."""
+        promises = [
+            self.store.promise(owner, reader, namespace, hashes, until)
+            for namespace, column in zip(namespaces, columns, strict=True)
+            if 1 in column
+        ]
+        return [promise for promise in promises if promise is not None]
+
+    def keep_promised(self, message: p.Keep, now: float) -> list[tuple[bytes, bytes]]:
+        """A master has told a reader of another node that these are here. Returns those that are not in DRAM."""
+        until = now + min(message.promise_s, MAX_PROMISE_S)
+        missing: list[tuple[bytes, bytes]] = []
+        for namespace, hashes in message.pages:
+            p.count_hashes(hashes)
+            self.store.promise(NOBODY, _reader_of(message.node, message.reader), namespace, hashes, until)
+            absent = [i for i, here in enumerate(self.store.present(namespace, hashes, touch=False)) if not here]
+            if absent:
+                missing.append((namespace, p.select_hashes(hashes, absent)))
+        return missing
 
     def _learn(self, mark: Mark, questions: Sequence[p.Question], told: Told | None, now: float) -> None:
         """For the loads that follow. Masters that do not know of everything, or do not answer, are asked again by each."""
@@ -238,11 +280,14 @@ class NodeCore:
             for question, answer in zip(questions, told.answers, strict=True):
                 self._recall.learn(mark, question, answer, now)
 
-    def _exist_cold(self, namespaces: Sequence[bytes], hashes: bytes, columns: list[bytearray]) -> Steps[list[bytearray]]:
+    def _exist_cold(
+        self, namespaces: Sequence[bytes], hashes: bytes, columns: list[bytearray], promise_s: float
+    ) -> Steps[list[bytearray]]:
         """The columns, with what is in the cold tier."""
         missing = [[i for i, here in enumerate(column) if not here] for column in columns]
         told: list[bytes] = yield AskCold(
-            [(namespace, p.select_hashes(hashes, which)) for namespace, which in zip(namespaces, missing, strict=True)]
+            [(namespace, p.select_hashes(hashes, which)) for namespace, which in zip(namespaces, missing, strict=True)],
+            promise_s,
         )
         for column, which, answer in zip(columns, missing, told, strict=True):
             for i, here in zip(which, answer, strict=False):
@@ -268,6 +313,9 @@ class NodeCore:
             touch=message.touch,
             pinned_share=_PINNED_FOR_OTHERS if message.here_only else 1.0,
         )
+        if message.reader and len(self.store.promises):
+            pinned = [s == p.LOCAL for s in status]
+            self.store.promises.fulfil(message.reader, namespace, message.hashes, pinned)
         if message.here_only:
             return p.Located(pin, bytes(status), where, checksum, [])
         peers: list[p.Peer] = []
@@ -508,6 +556,9 @@ class NodeCore:
             touch=fetch.touch,
             pinned_share=_PINNED_FOR_OTHERS,
         )
+        if fetch.reader and len(self.store.promises):
+            pinned = [s == p.LOCAL for s in status]
+            self.store.promises.fulfil(_reader_of(fetch.requester, fetch.reader), fetch.namespace, fetch.hashes, pinned)
         reply = p.FetchReply(self.name, self.incarnation, bytes(status), checksum, fetch.id)
         return Served(pin, reply, [at for at, s in zip(where, status, strict=True) if s == p.LOCAL], fetch.length)
 
@@ -569,6 +620,7 @@ class NodeCore:
         if now >= self._expire_at:
             if self.store.expire_pins(now):
                 self._pins_expired_at = now
+            self.store.promises.expire(now)
             self._expire_at = now + 1.0
         swept = self.store.sweep()
         if self.give_due(now) and now - self._nobody_took_at > _GIVING_S and self.store.used_bytes < self._brim_bytes:
@@ -647,11 +699,13 @@ class NodeCore:
 
     def report(self, now: float) -> Report:
         """Figures for people and metrics; counters since start."""
-        stats, counts = self.store.stats, self.spilling.counts
+        stats, counts, promises = self.store.stats, self.spilling.counts, self.store.promises
         report: Report = {
             "capacity_bytes": self.store.allocator.capacity,
             "used_bytes": self.store.used_bytes,
             "pinned_bytes": self.store.pinned_bytes,
+            "promised": len(promises),
+            "promised_bytes": promises.bytes,
             "objects": self.store.objects,
             "guests": self.store.pages(GUEST),
             "replicas": self.store.pages(REPLICA),
@@ -688,7 +742,13 @@ class NodeCore:
             "lookups_recalled": self.recalled,
             "replicas_kept": counts.replicas_kept,
             "promoted": self.promoted,
+            "promises": promises.made,
+            "promises_loaded": promises.loaded,
+            "promises_expired": promises.expired,
+            "promises_dropped": promises.dropped,
+            "promises_lost": promises.lost,
         }
+        report |= {f"broken promise: {reason}": count for reason, count in sorted(self.broken.items())}
         return report | {f"client miss: {reason}": count for reason, count in sorted(self.missed.items())}
 
     def validate(self) -> None:
@@ -699,6 +759,11 @@ class NodeCore:
         assert len(self._cleared) <= _MAX_CLEARED
         assert len(self._apart) <= _MAX_APART
         assert sum(writing.pushed for writing in self._writing.values()) <= MAX_TAKING
+
+
+def _reader_of(node: str, reader: str) -> str:
+    """A reader of another node: ranks of two hosts may say the same of themselves."""
+    return f"{reader} of {node}"
 
 
 def _why_absent(told: Told | None) -> str:

@@ -121,7 +121,7 @@ class Keeping:
             if not kept and page.in_use:
                 continue
             held = page.held
-            left -= blocks_of(held.length) if isinstance(held, Entry) else _size(page)
+            left -= blocks_of(held.length) if isinstance(held, Entry) else page.size_bytes
             if left < 0:
                 return
             if not kept:
@@ -134,7 +134,7 @@ class Keeping:
         for page in pages:
             if page in taken or not self._is_to_be_written(page):
                 continue
-            size += _size(page)
+            size += page.size_bytes
             count += len(page.parts)
             if taken and (size > self._batch_bytes or count > BATCH_PAGES):
                 break
@@ -157,7 +157,3 @@ def _popped(pages: deque[LogicalPage]) -> Iterator[LogicalPage]:
     while pages:
         yield pages[0]
         pages.popleft()
-
-
-def _size(page: LogicalPage) -> int:
-    return sum(blocks_of(part.length) for part in page.parts)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,6 +47,7 @@ from hicache_mooncake.protocol import (
     HASH_BYTES,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
+    Keep,
     Leave,
     Message,
     RankIdentity,
@@ -83,6 +84,7 @@ CROWDED_GATHER_S = 0.25
 REPORT_S = 0.5
 MAX_REPORTED = 1024
 MAX_WAITING_CLEARS = 1024
+MAX_WAITING_KEEPS = 256
 SILENT_S = 15.0
 USAGE_FRESH_S = 0.2
 VOTE_S = 60.0
@@ -123,8 +125,8 @@ class LinkCore:
 
     `source` is the node with its DRAM, `cold` its cold tier if it has one: the masters hear of both in one stream of updates.
     `facts` is called for every Join and Beat, `engines` for every Beat: the ranks of this host, and a number that grows when
-    they change. `on_clear` is called from `step` with a namespace that another node cleared, and
-    may raise Busy. Not thread-safe, but `notify` may be called from any thread."""
+    they change. `on_clear` is called from `step` with a namespace that another node cleared, and `on_keep` with pages here that
+    a reader of another node was told of; both may raise Busy. Not thread-safe, but `notify` may be called from any thread."""
 
     def __init__(
         self,
@@ -135,6 +137,7 @@ class LinkCore:
         log: logging.Logger,
         on_clear: Callable[[bytes], None] = lambda namespace: None,
         *,
+        on_keep: Callable[[Keep], None] = lambda keep: None,
         cold: ColdSource | None = None,
         engines: Callable[[], tuple[int, Sequence[RankIdentity]]] = lambda: (0, ()),
         versions: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
@@ -161,6 +164,7 @@ class LinkCore:
                 "garbage",
                 "clears_lost",
                 "clears_missed",
+                "keeps_lost",
                 "reports",
                 "failures",
             ),
@@ -172,6 +176,7 @@ class LinkCore:
         """Engines of this host that cannot share, as a master said last. May be read by any thread."""
         self._tiers: dict[int, Changes] = tiers_of(source, cold)
         self._on_clear = on_clear
+        self._on_keep = on_keep
         self._sessions: dict[str, Session] = {}
         self._actions: list[Action] = []
         self._seqs: list[int] = []
@@ -184,6 +189,7 @@ class LinkCore:
         self._usage = Usage()
         self._usage_at = float("-inf")
         self._clears_heard: dict[bytes, None] = {}
+        self._keeps: deque[Keep] = deque()
         self._failed: Counter[str] = Counter()
         self._report_at = 0.0
         self.set_masters(masters)
@@ -214,6 +220,7 @@ class LinkCore:
     def step(self, now: float) -> list[Action]:
         """Do what is due. Returns the connections to open and to close, in order."""
         self._hear_clears(now)
+        self._hear_keeps(now)
         if self._drain_due(now) <= now:
             self._drain(now)
         self._report(now)
@@ -232,7 +239,7 @@ class LinkCore:
         due = self._drain_due(now)
         if self._failed:
             due = min(due, self._report_at)
-        if self._clears_heard:
+        if self._clears_heard or self._keeps:
             due = min(due, self._retry_at)
         for session in self._sessions.values():
             due = min(due, session.next_due(now))
@@ -309,6 +316,7 @@ class LinkCore:
         assert len(self._seqs) == self.shards
         assert len(self._clears_heard) <= MAX_WAITING_CLEARS
         assert len(self._failed) <= MAX_REPORTED
+        assert len(self._keeps) <= MAX_WAITING_KEEPS
         for master, session in self._sessions.items():
             assert session.master == master
             session.validate()
@@ -364,6 +372,13 @@ class LinkCore:
             self.count("clears_lost")
             return
         self._clears_heard[namespace] = None
+
+    def hear_keep(self, keep: Keep) -> None:
+        """A master told somebody of pages here. Done in the next step."""
+        if len(self._keeps) >= MAX_WAITING_KEEPS:
+            self.count("keeps_lost")
+            return
+        self._keeps.append(keep)
 
     def claimed(self, now: float) -> None:
         """A session's master said which shard of how many it has."""
@@ -501,6 +516,17 @@ class LinkCore:
             except Exception:
                 self.failed(f"clearing namespace {namespace.hex()}, as another node asked,")
             del self._clears_heard[namespace]
+
+    def _hear_keeps(self, now: float) -> None:
+        while self._keeps and now >= self._retry_at:
+            try:
+                self._on_keep(self._keeps[0])
+            except Busy:
+                self._retry_at = now + RETRY_S
+                return
+            except Exception:
+                self.failed("keeping pages that another node was told of")
+            self._keeps.popleft()
 
     def _report(self, now: float) -> None:
         if not self._failed or now < self._report_at:

@@ -18,6 +18,7 @@ from hicache_mooncake.protocol import (
     Engines,
     Join,
     Joined,
+    Keep,
     Leave,
     Message,
     Refused,
@@ -418,6 +419,8 @@ class Session:
                 self.core.hear_clear(message.namespace)
                 if message.number == self._clears_heard + 1:
                     self._clears_heard += 1
+            case Keep():
+                self.core.hear_keep(message)
 
     def _reported(self, message: ClusterReport, now: float) -> None:
         if self.state not in (ASKING, UNFIT):

@@ -27,6 +27,7 @@ HEDGE_SHARE = 4
 BLAME_S = 0.02
 """A master that had less time than this to answer is not blamed."""
 MAX_PEERS = 255
+NO_PROMISE = 0.0, ""
 
 _Column = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _Positions = np.ndarray[tuple[int], np.dtype[np.intp]]
@@ -122,10 +123,18 @@ class Lookups:
         """Forget all other masters."""
         self._breakers = {master: breaker for master, breaker in self._breakers.items() if master in masters}
 
-    def begin(self, questions: Sequence[Question], view: LinkView, asker: str, now: float, timeout_s: float) -> LookupPlan:
-        """Raises ProtocolError for a ragged blob of hashes or too many."""
+    def begin(
+        self,
+        questions: Sequence[Question],
+        view: LinkView,
+        asker: str,
+        now: float,
+        timeout_s: float,
+        promise: tuple[float, str] = NO_PROMISE,
+    ) -> LookupPlan:
+        """`promise`: promise_s and reader of Lookup. Raises ProtocolError for a ragged blob of hashes or too many."""
         counts = [count_hashes(question.hashes) for question in questions]
-        return LookupPlan(self, questions, counts, view, asker, now, timeout_s)
+        return LookupPlan(self, questions, counts, view, asker, now, timeout_s, promise)
 
 
 class LookupPlan:
@@ -140,8 +149,10 @@ class LookupPlan:
         asker: str,
         now: float,
         timeout_s: float,
+        promise: tuple[float, str],
     ) -> None:
         self._lookups = lookups
+        self._promise = promise
         self._questions = questions
         self._counts = counts
         self._asker = asker
@@ -172,7 +183,7 @@ class LookupPlan:
                 if self._lookups.breaker(master).allows(now, self._timeout_s):
                     part.asked[master] = now
                     part.next_at = now + self._hedge_s
-                    asks.append(Ask(master, Lookup(self._id, part.questions, self._asker)))
+                    asks.append(Ask(master, Lookup(self._id, part.questions, self._asker, *self._promise)))
                     break
         return asks
 

@@ -30,7 +30,7 @@ from hicache_mooncake.node.link_core import (
     Usage,
 )
 from hicache_mooncake.node.link_session import ASKING, JOINING
-from hicache_mooncake.node.lookup_plan import Answers
+from hicache_mooncake.node.lookup_plan import NO_PROMISE, Answers
 from hicache_mooncake.node.master_lookup import Asker, Resolve, Socket, connect_dealer
 from hicache_mooncake.node.names import Names
 from hicache_mooncake.protocol import (
@@ -38,6 +38,7 @@ from hicache_mooncake.protocol import (
     PROTOCOL_MIN,
     ClusterReport,
     FromMaster,
+    Keep,
     Question,
     RankIdentity,
     Room,
@@ -121,7 +122,8 @@ class MasterLink:
 
     `source` is the node with its DRAM; `cold`, where it has one, its cold tier, of which the masters hear as well;
     `engines` as in LinkCore.
-    `start` starts the thread; `on_clear` is called on it when another node cleared a namespace. Everything public but `start`
+    `start` starts the thread; `on_clear` is called on it when another node cleared a namespace, `on_keep` when a master has
+    told a reader of another node of pages here. Everything public but `start`
     and `close` is for any thread. `key` is the cluster's; without one only masters on this host are connected to, unless
     `allow_unauthenticated`. `resolve` maps a master's address to the one to connect to, at each connection anew; by default
     it asks the host's name servers. Raises ValueError for a master that is not host:port, or must not be connected to."""
@@ -134,6 +136,7 @@ class MasterLink:
         on_clear: Callable[[bytes], None],
         *,
         log: logging.Logger,
+        on_keep: Callable[[Keep], None] = lambda keep: None,
         cold: ColdSource | None = None,
         engines: Callable[[], tuple[int, Sequence[RankIdentity]]] = lambda: (0, ()),
         key: ClusterKey | None = None,
@@ -165,6 +168,7 @@ class MasterLink:
             random.Random(),
             log,
             on_clear,
+            on_keep=on_keep,
             cold=cold,
             engines=engines,
             versions=(PROTOCOL_MIN, PROTOCOL_MAX),
@@ -270,12 +274,14 @@ class MasterLink:
         """Engines of this host that cannot share, as a master said last. Do not change it."""
         return self._core.unshared
 
-    def lookup(self, questions: Sequence[Question], timeout_s: float) -> Answers | None:
+    def lookup(
+        self, questions: Sequence[Question], timeout_s: float, promise: tuple[float, str] = NO_PROMISE
+    ) -> Answers | None:
         """Who holds these pages? See Answers. None when no master answers, after at most `timeout_s`, and at once while the
         last failure is fresh. Raises ProtocolError for a ragged blob of hashes or too many."""
         if not self._in_use:
             return None
-        answers, garbage = self._asker.lookup(questions, self._view, self.info().node, timeout_s)
+        answers, garbage = self._asker.lookup(questions, self._view, self.info().node, timeout_s, promise)
         with self._count_lock:
             self._lookups["lookups"] += 1
             self._lookups["lookup_failures"] += answers is None or not answers.complete

@@ -11,7 +11,7 @@ import zmq
 
 from hicache_mooncake.config_values import split_address
 from hicache_mooncake.node.link_core import LinkView
-from hicache_mooncake.node.lookup_plan import Answers, Breaker, LookupPlan, Lookups
+from hicache_mooncake.node.lookup_plan import NO_PROMISE, Answers, Breaker, LookupPlan, Lookups
 from hicache_mooncake.protocol import (
     MAX_FRAME_BYTES,
     ClusterReport,
@@ -112,11 +112,18 @@ class Asker:
         self._decode = decoder(FromMaster).decode
         self._closed = False
 
-    def lookup(self, questions: Sequence[Question], view: LinkView, asker: str, timeout_s: float) -> tuple[Answers | None, int]:
+    def lookup(
+        self,
+        questions: Sequence[Question],
+        view: LinkView,
+        asker: str,
+        timeout_s: float,
+        promise: tuple[float, str] = NO_PROMISE,
+    ) -> tuple[Answers | None, int]:
         """The answers, or None when no master gave one within `timeout_s`; and how many replies were nonsense. Raises
         ProtocolError for a ragged blob of hashes or too many."""
         started = time.monotonic()
-        plan = self._lookups.begin(questions, view, asker, started, timeout_s)
+        plan = self._lookups.begin(questions, view, asker, started, timeout_s, promise)
         if self._closed or plan.done or not self._room.acquire(timeout=timeout_s):
             return plan.result(), 0  # says nothing about the masters
         talks: dict[str, _Talk] = {}

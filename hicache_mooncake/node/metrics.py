@@ -13,6 +13,8 @@ _GAUGES = {
     "capacity_bytes": "Bytes of the segment.",
     "used_bytes": "Bytes allocated, objects and pages being written.",
     "pinned_bytes": "Bytes that readers hold.",
+    "promised": "Pages kept since a decode server was told of them and has not loaded them yet.",
+    "promised_bytes": "Bytes of those pages; at most promise_share of the segment.",
     "objects": "Objects held.",
     "guests": "Pages that other nodes gave away to this one.",
     "replicas": "Pages of other nodes that are kept here too.",
@@ -71,6 +73,12 @@ _COUNTERS = {
     "lookups_recalled": "Questions of loads that no master was asked, since a lookup had just learned the answer.",
     "replicas_kept": "Replicas that became the node's own pages, since no other node had them any more.",
     "promoted": "Objects brought back into DRAM from the cold tier.",
+    "promises": "Pages in DRAM that decode servers were promised.",
+    "promises_loaded": "Of those, pages that were then loaded.",
+    "promises_expired": "Of those, pages that were not loaded in time, or by an engine that has gone.",
+    "promises_dropped": "Of those, pages not kept any longer since more was promised than promise_share.",
+    "promises_lost": "Of those, pages that were damaged or cleared.",
+    "cold_promises_broken": "Segments of the cold tier emptied although a decode server had been promised pages in them.",
     "cold_written": "Objects written to the cold tier.",
     "cold_written_bytes": "Bytes of the objects written to the cold tier.",
     "cold_kept": "Objects written once more, since they are asked for again and again and their segment was emptied.",
@@ -96,9 +104,10 @@ _COUNTERS = {
 
 
 class NodeMetrics(Collector):  # type: ignore[misc]
-    """`report` gives the figures by the names above, `missed` the misses that the host's ranks reported, by reason."""
+    """`report` gives the figures by the names above, `missed` the misses that the host's ranks reported, by reason, and of
+    those the pages that had been promised."""
 
-    def __init__(self, report: Callable[[], Report], missed: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, report: Callable[[], Report], missed: Callable[[], tuple[Mapping[str, int], Mapping[str, int]]]) -> None:
         self._report = report
         self._missed = missed
 
@@ -113,9 +122,15 @@ class NodeMetrics(Collector):  # type: ignore[misc]
         missed = CounterMetricFamily(
             "hicache_node_client_misses", "Pages that ranks of this host did not get or store.", labels=["reason"]
         )
-        for reason, count in sorted(self._missed().items()):
-            missed.add_metric([reason], float(count))
-        yield missed
+        broken = CounterMetricFamily(
+            "hicache_node_broken_promises",
+            "Pages that a decode server was promised and could not load in that time: SGLang fails such a request.",
+            labels=["reason"],
+        )
+        for metric, counts in zip((missed, broken), self._missed(), strict=True):
+            for reason, count in sorted(counts.items()):
+                metric.add_metric([reason], float(count))
+            yield metric
         info = GaugeMetricFamily("hicache_node_info", "Who this is.", labels=["node", "incarnation", "version", "master"])
         info.add_metric([str(report[name]) for name in ("name", "incarnation", "version", "master")], 1.0)
         yield info

@@ -28,6 +28,7 @@ from hicache_mooncake.cold.layout import LEAST_SEGMENTS
 from hicache_mooncake.cold.pages_file import ColdError
 from hicache_mooncake.cold.tier import ColdTier
 from hicache_mooncake.config import Settings, join_address
+from hicache_mooncake.config_values import MAX_PROMISE_S
 from hicache_mooncake.ending import Ending
 from hicache_mooncake.node.asking import AskCold, AskMasters, ColdPlace, LocateCold, Told
 from hicache_mooncake.node.cold_writer import ColdWriter
@@ -91,6 +92,7 @@ class Node:
             low_watermark=settings.low_watermark,
             track_changes=bool(settings.masters),
             policy=settings.eviction,
+            promise_share=settings.promise_share,
         )
         self.lock = threading.Lock()
         self._unclaimed = threading.Condition(self.lock)
@@ -173,6 +175,7 @@ class Node:
             self,
             self._clear_from_master,
             log=log,
+            on_keep=self._keep_promised,
             cold=self.cold,
             engines=lambda: self.core.engines_told,
             key=key,
@@ -401,12 +404,15 @@ class Node:
             return cast(_T, end.value)
 
     def ask(self, ask: AskMasters) -> Told | None:
-        return self.link.lookup(ask.questions, ask.timeout_s)
+        return self.link.lookup(ask.questions, ask.timeout_s, (ask.promise_s, ask.reader))
 
     def _ask_cold(self, ask: AskCold | LocateCold) -> list[bytes] | list[ColdPlace | None]:
         cold = self.cold
         if isinstance(ask, AskCold):
-            return [b"" if cold is None else cold.present(namespace, p.split(hashes)) for namespace, hashes in ask.questions]
+            until = time.monotonic() + ask.promise_s if ask.promise_s > 0 else 0.0
+            return [
+                b"" if cold is None else cold.present(namespace, p.split(hashes), until) for namespace, hashes in ask.questions
+            ]
         if cold is None:
             return []
         hashes = p.split(ask.hashes)
@@ -461,6 +467,13 @@ class Node:
             self.cold.clear(namespace, wait=False)  # heartbeats wait for no disk
         self.link.notify()
         log.info("cleared %d objects of namespace %s, as another node asked", dropped, namespace.hex())
+
+    def _keep_promised(self, keep: p.Keep) -> None:
+        with self._within(_BRIEFLY_S):
+            absent = self.core.keep_promised(keep, time.monotonic())
+        if self.cold_writer is not None:
+            for namespace, hashes in absent:
+                self.cold_writer.promise(namespace, hashes, min(keep.promise_s, MAX_PROMISE_S))
 
     def drain_changes(self, limit: int) -> tuple[list[tuple[bytes, bytes]], list[tuple[bytes, bytes]]]:
         with self._within(_BRIEFLY_S):
@@ -522,9 +535,9 @@ class Node:
         if not found:
             log.info("every engine of this host that serves prefill or decode shares with one of the other side, or has none")
 
-    def _missed(self) -> dict[str, int]:
+    def _missed(self) -> tuple[dict[str, int], dict[str, int]]:
         with self._within(_HEALTH_LOCK_S):
-            return dict(self.core.missed)
+            return dict(self.core.missed), dict(self.core.broken)
 
     def _health(self) -> tuple[bool, dict[str, object]]:
         """Not well, where starting the node anew may help. A node whose masters are away is degraded and well: its own pages

@@ -108,14 +108,15 @@ class Spill:
         """The same for a node that ends: its hottest pages, which stay here as well and go on being read. Returns how many
         pages were looked at: 0 when there is nothing left to do, or nobody who takes them."""
         if self._to_hand_over is None:
-            self._to_hand_over = deque(self.store.hottest(MAX_HANDED_OVER))
+            promised = dict.fromkeys(self.store.promises)  # somebody is about to load them
+            self._to_hand_over = deque(promised | dict.fromkeys(self.store.hottest(MAX_HANDED_OVER)))
         batch: list[LogicalPage] = []
         size = 0
         while self._to_hand_over and len(batch) < BATCH_PAGES and size < BATCH_BYTES:
             page = self._to_hand_over.popleft()
             if page.parts and not page.writers:
                 batch.append(page)
-                size += _size(page)
+                size += page.size_bytes
         held = yield from self._held_elsewhere(batch)
         keep = [page for page in batch if held is None or page.hash not in held]
         handed_over = 0
@@ -247,11 +248,6 @@ def precedence(node: str, page_hash: bytes) -> int:
     return xxhash.xxh3_64_intdigest(page_hash + node.encode())
 
 
-def _size(page: LogicalPage) -> int:
-    """Bytes of the segment that it takes, here and where it goes."""
-    return sum(blocks_of(part.length) for part in page.parts)
-
-
 def _first(pages: Iterable[LogicalPage], excess_bytes: int) -> list[LogicalPage]:
     """As many as it takes to be rid of the excess, within a batch."""
     taken: list[LogicalPage] = []
@@ -260,5 +256,5 @@ def _first(pages: Iterable[LogicalPage], excess_bytes: int) -> list[LogicalPage]
         if size >= min(excess_bytes, BATCH_BYTES):
             break
         taken.append(page)
-        size += _size(page)
+        size += page.size_bytes
     return taken

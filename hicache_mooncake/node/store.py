@@ -26,6 +26,7 @@ import msgspec
 
 from hicache_mooncake.node.allocator import GRANULE, Allocator, blocks_of
 from hicache_mooncake.node.policy import DEFAULT_POLICY, Evictable, Lru, Policy, make_policy
+from hicache_mooncake.node.promises import Promise, Promises
 from hicache_mooncake.protocol import FETCH, HASH_BYTES, HAVE, LOCAL, REMOTE, WAIT, WRITE, WRONG_LENGTH, split
 
 _MAX_EVICTIONS_PER_ALLOCATION = 4096
@@ -101,6 +102,8 @@ class LogicalPage(Evictable, gc=False, eq=False):
     writers: int = 0
     kept: int = 0
     """The life of the cold tier in which all of its parts are there: see `Store.is_kept`."""
+    promises: int = 0
+    """As in `Promises`."""
 
     @property
     def parts(self) -> list[Entry]:
@@ -109,10 +112,17 @@ class LogicalPage(Evictable, gc=False, eq=False):
 
     @property
     def in_use(self) -> bool:
+        """Somebody reads or writes it, or counts on it."""
         held = self.held
-        if isinstance(held, Entry):
-            return self.writers > 0 or held.pins > 0
-        return self.writers > 0 or any(part.pins for part in held or ())
+        if self.writers or self.promises:
+            return True
+        return held.pins > 0 if isinstance(held, Entry) else any(part.pins for part in held or ())
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the segment."""
+        held = self.held
+        return blocks_of(held.length) if isinstance(held, Entry) else sum(blocks_of(part.length) for part in held or ())
 
     def part(self, home: Home) -> Entry:
         """Its object in a namespace that has it."""
@@ -212,6 +222,7 @@ class Store:
         pin_seconds: float = 30.0,
         claim_seconds: float = 4.0,
         max_pinned_share: float = 0.5,
+        promise_share: float = 0.125,
         track_changes: bool = False,
         max_changes: int = 1_000_000,
         max_objects: int = 0,
@@ -224,6 +235,9 @@ class Store:
         self.claim_seconds = claim_seconds
         self.max_pinned_share = max_pinned_share
         self.stats = Stats()
+        self.promises: Promises[LogicalPage] = Promises(
+            int(self.allocator.capacity * promise_share), lambda page: page.size_bytes
+        )
         self.pinned_bytes = 0
         self._index: dict[bytes, Home] = {}
         self._groups: dict[bytes, Group] = {}
@@ -327,7 +341,7 @@ class Store:
                 self.stats.reasons["wrong_length"] += 1
                 continue
             if not entry.pins:
-                if pinned_bytes + length > budget and pinned_bytes > 0:
+                if pinned_bytes + length > budget and pinned_bytes > 0 and not page.promises:
                     self.stats.reasons["pin_limit"] += 1
                     continue
                 pinned_bytes += length
@@ -344,6 +358,19 @@ class Store:
             self._pins[pin] = PinSet(owner, pinned, now + self.pin_seconds)
             self._hold(owner, pin)
         return pin, status, where, checksum
+
+    def promise(self, owner: int, reader: str, namespace: bytes, hashes: bytes, until: float) -> Promise[LogicalPage] | None:
+        """Those of these pages that are here stay here until this reader has loaded them (`Promises.fulfil`), its owner or
+        the time ends it, or too many are promised. None when nothing is here. `hashes`: of one chain, its head first."""
+        home = self._index.get(namespace)
+        if home is None:
+            return None
+        pages = list(map(home.pages.get, split(hashes)))
+        while pages and pages[-1] is None:
+            pages.pop()
+        if not pages:
+            return None
+        return self.promises.make(owner, reader, namespace, hashes[: len(pages) * HASH_BYTES], pages, until)
 
     def release(self, owner: int, pin: int, *, loaded: int = 0) -> None:
         """Ends a pin of this owner; `loaded` of its objects arrived. Ids it does not hold are ignored: pins expire."""
@@ -552,7 +579,8 @@ class Store:
     # ------------------------------------------------------------------ removal
 
     def drop_owner(self, owner: int) -> None:
-        """A connection ended: its pins and its uncommitted reservations are over."""
+        """A connection ended: its pins, its uncommitted reservations and its promises are over."""
+        self.promises.drop_owner(owner)
         for held in self._held_by.pop(owner, ()):
             pin = self._pins.pop(held, None)
             if pin is not None:
@@ -926,6 +954,9 @@ class Store:
         for rank, of_it in self._by_rank(empty):
             self._policies[rank].removed(of_it, evicted=evicted)
             self._foreign -= len(of_it) if rank != OWN else 0
+        for page in empty if len(self.promises) else ():
+            if page.promises:
+                self.promises.gone(page)
         self._drop_empty(empty)
 
     def touch(self, namespace: bytes, hashes: bytes) -> None:
@@ -1044,6 +1075,7 @@ class Store:
 
     def validate(self) -> None:
         """Everything that must hold between two calls; tests run it after every event."""
+        self.promises.validate()
         homes = [*self._index.values(), *self._condemned]
         indexed: list[Entry] = []
         pages: list[LogicalPage] = []
@@ -1085,6 +1117,7 @@ class Store:
         assert all(self._held_by.values())
         writers = Counter(id(page) for held in self._reservations.values() for page in held.pages)
         assert all((page.parts or page.writers) and page.writers == writers[id(page)] for page in pages)
+        assert set(map(id, self.promises)) <= set(map(id, pages)), "what has gone is promised no more"
         assert all(part.hash == page.hash for page in pages for part in page.parts)
         assert set(writers) <= set(map(id, pages))
         for (namespace, page_hash), (txn, _) in self._claims.items():

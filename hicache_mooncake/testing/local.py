@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import socket
 from array import array
@@ -32,6 +33,9 @@ def pattern(page: bytes, size: int, generation: int = 0) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
+_numbers = itertools.count(1)
+
+
 class FakeRank:
     """Memory of `pages` pages of `page_bytes`, half K and half V, the halves apart as in SGLang's page_first pools."""
 
@@ -52,7 +56,7 @@ class FakeRank:
         region = p.Region(self.memory.address, length, 0 if memfd else -1)
         fds = (self._fd,) if memfd else ()
         self.geometry = PoolGeometry("kv", self.runs, 1, pages, (region,), fds, affine=True)
-        self.client = PoolClient(settings, "fake-rank")
+        self.client = PoolClient(settings, f"fake-rank-{next(_numbers)}", max(0.0, settings.promise_s))
         self.mode = self.client.share(self.geometry)
 
     def write(self, page: int, body: bytes) -> None:

@@ -6,10 +6,12 @@ import itertools
 import logging
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from hicache_mooncake.protocol import (
     PROTOCOL_MAX,
     PROTOCOL_MIN,
+    Answer,
     Beat,
     BeatReply,
     ClearNamespace,
@@ -18,6 +20,7 @@ from hicache_mooncake.protocol import (
     Engines,
     Join,
     Joined,
+    Keep,
     Leave,
     Lookup,
     LookupReply,
@@ -35,7 +38,7 @@ from hicache_mooncake.protocol import (
 from hicache_mooncake.sharing import MAX_RANKS_OF_SOURCE, SharingTable, sentence
 
 from .directory import Directory
-from .lookups import Lookups
+from .lookups import Lookups, named_first
 from .membership import ACTIVE, JOINING, Member, Membership, NoRoom, is_loopback, is_wildcard
 from .refusals import Refusals
 from .room import RoomTable
@@ -128,7 +131,9 @@ class MasterCore:
             self._born = now
         match message:
             case Lookup():
-                return [(sender, LookupReply(message.id, self._lookups.answer(message), self.warming))]
+                answers = self._lookups.answer(message)
+                reply = LookupReply(message.id, answers, self.warming)
+                return [(sender, reply), *self._tell_promised(message, answers)]
             case Update():
                 return self._update(message, sender, now)
             case Snapshot():
@@ -488,6 +493,17 @@ class MasterCore:
             (receiver, self._tell_clear(name, message.namespace, message.origin))
             for name, receiver in self._senders.items()
             if name != message.origin and receiver != sender
+        ]
+
+    def _tell_promised(self, message: Lookup, answers: Sequence[Answer]) -> Output:
+        """The asker counts on the pages of this answer: those who were named first for them hear of it, behind the answer."""
+        if message.promise_s <= 0:
+            return []
+        members = ((node, pages, self.membership.get(node)) for node, pages in named_first(message.questions, answers).items())
+        return [
+            (self._senders[node], Keep(message.asker, message.reader, message.promise_s, pages))
+            for node, pages, member in members
+            if member is not None and member.version >= 2
         ]
 
     def _report(self, brief: bool, now: float) -> ClusterReport:

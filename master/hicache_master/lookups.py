@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from hicache_mooncake.protocol import (
     COLD,
@@ -14,6 +14,7 @@ from hicache_mooncake.protocol import (
     Peer,
     ProtocolError,
     Question,
+    select_hashes,
 )
 
 from .directory import Directory
@@ -60,6 +61,17 @@ class _InRotation:
 
     def load(self, slot: int) -> float:
         return self._members[slot].load
+
+
+def named_first(questions: Sequence[Question], answers: Sequence[Answer]) -> dict[str, list[tuple[bytes, bytes]]]:
+    """The pages for which each node is the first holder: pairs of (namespace, blob of hashes)."""
+    named: dict[str, list[tuple[bytes, bytes]]] = {}
+    for question, answer in zip(questions, answers, strict=True):
+        for index, peer in enumerate(answer.peers, 1):
+            which = [i for i, holder in enumerate(answer.holder) if holder == index]
+            if which:
+                named.setdefault(peer.node, []).append((question.namespace, select_hashes(question.hashes, which)))
+    return named
 
 
 class Lookups:

@@ -115,6 +115,10 @@ class Cluster:
         self.cold = options.cold if options.cold is not None else apart.random() < 0.5
         if self.cold:
             drawn["cold_pages"], drawn["cold_after_loads"] = apart.choice([12, 40, 200]), apart.choice([0, 0, 2])
+        apart = random.Random(f"promises {world.seed}")
+        promise_s = apart.choice([0.0, 0.0, 0.5, 3.0])
+        if promise_s:
+            drawn["promise_share"] = apart.choice([0.125, 0.5])
         node_options = NodeOptions(**(drawn | options.node))
         addresses = list(self._by_address)
         self.nodes = [
@@ -137,6 +141,7 @@ class Cluster:
             "pages": rng.choice([1, 4, 8]),
             "think_s": rng.choice([0.02, 0.1, 0.3]),
             "step_s": rng.choice([0.0001, 0.001, 0.005]),
+            "promise_s": promise_s,
         }
         if node_options.pin_seconds >= 30.0:
             workload["pins_hold"] = True
@@ -156,6 +161,8 @@ class Cluster:
                 self.find_peer,
                 self.workload,
                 self.ledger,
+                node.promised,
+                self._excuses(node),
             )
             for node in self.nodes
             for r in range(options.ranks or rng.randrange(1, 3))
@@ -174,6 +181,10 @@ class Cluster:
     @staticmethod
     def _disturbance(node: SimNode) -> Callable[[], float]:
         return lambda: float("inf") if node.process.behind or not node.alive else node.process.disturbed_at
+
+    @staticmethod
+    def _excuses(node: SimNode) -> Callable[[], tuple[object, ...]]:
+        return lambda: node.excuses
 
     def find_master(self, address: str) -> tuple[str, Listener | None]:
         master = self._by_address[address]
@@ -284,6 +295,7 @@ class Cluster:
                 "readers": len(node.readers),
                 "transactions": len(node.core._writing),
                 "waiting": len(node._waiting),
+                "promises": len(store.promises),
             }
             left = {what: count for what, count in held.items() if count}
             if left:

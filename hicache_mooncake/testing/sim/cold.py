@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SEGMENT = 4
 """Pages that are emptied at once."""
 _SLOT_BYTES = 8192
+_SEGMENT_BYTES = _SEGMENT * _SLOT_BYTES
+_PASSED_OVER_SHARE = 8
 _LOOK_S, _SWEEP_S = 0.05, 1.0
 _OFTEN = 2
 
@@ -68,6 +70,8 @@ class SimCold:
         """Cleared while the disk failed: it does not know yet."""
         self._bad: dict[Key, Place] = {}
         self._asked: Counter[Key] = Counter()
+        self._promised: dict[int, float] = {}
+        """Segments in which somebody counts on pages: until when."""
         self._changes: deque[tuple[bool, Key]] = deque()
         self._gone: list[Key] = []
         self._doubted: list[tuple[Key, int]] = []
@@ -79,8 +83,12 @@ class SimCold:
         place = self.disk.index.get(key)
         return None if key.namespace in self._to_clear or self._bad.get(key) == place else place
 
-    def present(self, namespace: bytes, hashes: Sequence[bytes]) -> bytes:
-        return bytes(self.find(Key(namespace, each)) is not None for each in hashes)
+    def present(self, namespace: bytes, hashes: Sequence[bytes], promised_until: float = 0.0) -> bytes:
+        places = [self.find(Key(namespace, each)) for each in hashes]
+        for place in places if promised_until else ():
+            if place is not None:
+                self._promised[place.offset // _SEGMENT_BYTES] = promised_until
+        return bytes(place is not None for place in places)
 
     def locate(self, namespace: bytes, hashes: Sequence[bytes], length: int) -> list[ColdPlace | None]:
         found: list[ColdPlace | None] = []
@@ -188,7 +196,11 @@ class SimCold:
         disk = self.disk
         if disk.failing or blocks_of(part.length) > _SLOT_BYTES or (disk.full and disk.next not in disk.bodies):
             return None
-        if disk.next % (_SEGMENT * _SLOT_BYTES) == 0:
+        if disk.next % _SEGMENT_BYTES == 0:
+            for _ in range(disk.slots // _SEGMENT // _PASSED_OVER_SHARE):
+                if self._promised.get(disk.next // _SEGMENT_BYTES, 0.0) <= self.node.process.now:
+                    break
+                disk.next = (disk.next + _SEGMENT_BYTES) % (disk.slots * _SLOT_BYTES)
             taken = range(disk.next, disk.next + _SEGMENT * _SLOT_BYTES)
             self._drop(key for key, place in disk.index.items() if place.offset in taken)
         offset = disk.next

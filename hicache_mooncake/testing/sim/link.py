@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicache_mooncake import protocol as p
 from hicache_mooncake.node.link_core import Close, Connect, JoinFacts, Keys, LinkCore, Usage
-from hicache_mooncake.node.lookup_plan import Answers, Lookups
+from hicache_mooncake.node.lookup_plan import NO_PROMISE, Answers, Lookups
 
 from .network import Dealer
 from .world import Violation
@@ -44,6 +44,7 @@ class SimLink:
             random.Random(self.world.rng.getrandbits(64)),
             silent,
             self._on_clear,
+            on_keep=self._on_keep,
             cold=node.cold,
         )
         self.dealers: dict[str, Dealer] = {}
@@ -155,6 +156,10 @@ class SimLink:
         self.world.note(f"{self.node.process.name} is told to clear {namespace[:4].hex()}")
         self.node.clear(namespace)
 
+    def _on_keep(self, keep: p.Keep) -> None:
+        self.world.note(f"{self.node.process.name} is told to keep pages for {keep.reader} of {keep.node}")
+        self.node.keep_promised(keep)
+
     def drain_changes(self, limit: int) -> tuple[Keys, Keys]:
         return self.node.store.drain_changes(limit)
 
@@ -172,12 +177,18 @@ class SimLink:
 
     # ------------------------------------------------------------------ lookups
 
-    def ask(self, questions: list[p.Question], timeout_s: float, done: Callable[[Answers | None], None]) -> None:
+    def ask(
+        self,
+        questions: list[p.Question],
+        timeout_s: float,
+        done: Callable[[Answers | None], None],
+        promise: tuple[float, str] = NO_PROMISE,
+    ) -> None:
         """Ask one master of each shard, another one when it is slow; `done` is called once, within `timeout_s`."""
         if self.closed:
             self.node.process.later(0.0, done, None)
             return
-        Asking(self, questions, timeout_s, done).step()
+        Asking(self, questions, timeout_s, done, promise).step()
 
     def asker(self, master: str) -> Asker:
         if master not in self._askers:
@@ -244,13 +255,18 @@ class Asking:
     """One lookup: the real plan, and the messages that it wants sent."""
 
     def __init__(
-        self, link: SimLink, questions: list[p.Question], timeout_s: float, done: Callable[[Answers | None], None]
+        self,
+        link: SimLink,
+        questions: list[p.Question],
+        timeout_s: float,
+        done: Callable[[Answers | None], None],
+        promise: tuple[float, str],
     ) -> None:
         self._link = link
         self._done = done
         self._over = False
         now = link.node.process.now
-        self._plan = link.lookups.begin(questions, link.core.view(), link.node.name, now, timeout_s)
+        self._plan = link.lookups.begin(questions, link.core.view(), link.node.name, now, timeout_s, promise)
         self._asked: list[tuple[Asker, int]] = []
         self._deadline = now + timeout_s
 

@@ -47,6 +47,18 @@ class Job:
     budget_s: float
     shared: bool = False
     touch: bool = True
+    reader: str = ""
+    counts_on: Promised | None = None
+    """What of a load was promised to the rank."""
+
+
+@dataclass
+class Promised:
+    """What a rank was told of, and its node has in DRAM: the pages of a job, until when they stay, and as long as what."""
+
+    pages: set[int]
+    until: float
+    excuses: tuple[object, ...]
 
 
 @dataclass
@@ -323,6 +335,7 @@ class Mover:
             recall=recall,
             again=again,
             cold=not again,
+            reader=job.reader,
         )
         located = yield from self.ask(question, deadline)
         if not isinstance(located, p.Located) or not len(located.status) == len(located.where) == len(pages):

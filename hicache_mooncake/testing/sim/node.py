@@ -53,6 +53,7 @@ class NodeOptions:
     cold_pages: int = 0
     """Of the cold tier; 0: there is none."""
     cold_after_loads: int = 0
+    promise_share: float = 0.125
     store: Callable[[dict[str, Any]], Store] = lambda options: Store(**options)
 
 
@@ -108,6 +109,8 @@ class SimNode:
         self.lives = 0
         self.totals: Counter[str] = Counter()
         """What its former lives did."""
+        self.clears = 0
+        """Of this life."""
         self.refuse_room = False
         """Out of memory: every Reserve is refused."""
         self.core: NodeCore
@@ -133,6 +136,7 @@ class SimNode:
                 "pin_seconds": self.options.pin_seconds,
                 "claim_seconds": self.options.claim_seconds,
                 "track_changes": True,
+                "promise_share": self.options.promise_share,
             }
         )
         self.segment = Segment(self.store.allocator.capacity)
@@ -142,6 +146,7 @@ class SimNode:
         self.connections: dict[int, Connection] = {}
         self.readers: dict[int, Reader] = {}
         self._giving = False
+        self.clears = 0
         self._waiting: list[tuple[Connection, p.Locate, float]] = []
         if self.disk is not None:
             self.core.keep(self.options.cold_after_loads, self.disk.slots * GRANULE)
@@ -195,9 +200,25 @@ class SimNode:
             figures["promoted"] += self.core.promoted
             figures["cold written"] += self.cold.written if self.cold is not None else 0
             figures["snapshots"] += self.link.core.counters["snapshots"]
+            promises = self.store.promises
+            figures["promised"] += promises.made
+            figures["promises loaded"] += promises.loaded
+            figures["promises dropped"] += promises.dropped
         return figures
 
+    @property
+    def excuses(self) -> tuple[object, ...]:
+        """As long as this does not change, what is promised here stays."""
+        return self.alive, self.incarnation, self.clears, self.store.promises.dropped, self.store.stats.discarded
+
+    def promised(self, pool: Pool, of: bytes) -> bool:
+        """Is this page kept in DRAM for somebody?"""
+        page = self.store.page(pool.namespace, of)
+        return page is not None and page.promises > 0
+
     def validate(self) -> None:
+        if self.store.promises.lost and not (self.clears or self.store.stats.discarded):
+            raise Violation(f"{self.process.name}: {self.store.promises.lost} pages have gone that were promised")
         if self.world.rng.random() < self.options.validate_share:
             self.core.validate()
             if self.cold is not None:
@@ -254,7 +275,14 @@ class SimNode:
             case _:
                 self._start(connection, message)
 
+    def keep_promised(self, keep: p.Keep) -> None:
+        for namespace, hashes in self.core.keep_promised(keep, self.process.now):
+            if self.cold is not None:
+                self.cold.present(namespace, p.split(hashes), self.process.now + keep.promise_s)
+        self.validate()
+
     def clear(self, namespace: bytes) -> int:
+        self.clears += 1
         count = self.core.clear(namespace, self.process.now)
         if self.cold is not None:
             self.cold.clear(namespace)
@@ -293,7 +321,7 @@ class SimNode:
 
         match ask:
             case AskMasters():
-                self.link.ask(ask.questions, ask.timeout_s, go_on)
+                self.link.ask(ask.questions, ask.timeout_s, go_on, (ask.promise_s, ask.reader))
             case AskCold() | LocateCold():
                 # Without the node's lock: anything may happen before the step goes on.
                 told = self._ask_cold(ask)
@@ -304,7 +332,8 @@ class SimNode:
     def _ask_cold(self, ask: AskCold | LocateCold) -> list[bytes] | list[ColdPlace | None]:
         assert self.cold is not None
         if isinstance(ask, AskCold):
-            return [self.cold.present(namespace, p.split(hashes)) for namespace, hashes in ask.questions]
+            until = self.process.now + ask.promise_s if ask.promise_s > 0 else 0.0
+            return [self.cold.present(namespace, p.split(hashes), until) for namespace, hashes in ask.questions]
         return self.cold.locate(ask.namespace, p.split(ask.hashes), ask.length)
 
     def _answered(self, connection: Connection, message: p.Message, answer: p.Message | None) -> None:

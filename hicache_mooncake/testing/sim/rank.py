@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hicache_mooncake import protocol as p
 
-from .mover import Job, Mover, Outcome
+from .mover import Job, Mover, Outcome, Promised
 from .network import Listener, Network, Stream
 from .pages import HostPage, Ledger, Pool, page_hash
 from .world import Process, Violation, World, short
@@ -35,6 +35,8 @@ class Workload:
     die: float = 0.005
     clear: float = 0.005
     shared: float = 0.3
+    promise_s: float = 0.0
+    """So long ranks count on what they were told of; 0: they do not."""
     check_checksums: bool = True
     pins_hold: bool = False
     """Pins outlast every call: then no checksum ever fails."""
@@ -60,6 +62,8 @@ class Counters:
     stored: int = 0
     lookups: int = 0
     found: int = 0
+    kept: int = 0
+    """Loads of which every page that was promised came."""
 
 
 class Rank:
@@ -76,12 +80,16 @@ class Rank:
         find_peer: Callable[[p.Peer], tuple[str, Listener | None]],
         workload: Workload,
         ledger: Ledger,
+        keeps: Callable[[Pool, bytes], bool],
+        excuses: Callable[[], tuple[object, ...]],
     ) -> None:
         self.world, self.network = world, network
         self.name, self.host = name, host
         self.find_node, self.find_peer = find_node, find_peer
         self.disturbed_at = disturbed_at
         """When something happened to the local node last that excuses it, on the world's clock."""
+        self.keeps, self.excuses = keeps, excuses
+        """Of the local node: is this page promised, in its DRAM, and what must be as it was for that to stay so?"""
         self.workload = workload
         self.ledger = ledger
         self.counters = Counters()
@@ -158,9 +166,19 @@ class Rank:
                 return
             if self.world.chance(0.3) and self._query is not None:
                 self._query.send(p.Touch(pool.namespace, b"".join(hashes[:count])))
-            self.load(pool, chain, count)
+            if not promise_s:
+                self.load(pool, chain, count)
+                return
+            here = {i for i, of in enumerate(hashes[:count]) if self.keeps(pool, of)}
+            promised = Promised(here, asked_at + promise_s, (self._query, *self.excuses()))
+            pause = self.world.rng.uniform(0.0, 0.6 * promise_s)
+            self.process.later(pause, lambda: self.load(pool, chain, count, promised=promised))
 
-        self.ask(p.Exists(leading, b"".join(hashes), sparse, self.workload.deadline_s / 2), answered)
+        promise_s, asked_at = self.workload.promise_s, self.world.now
+        self.ask(
+            p.Exists(leading, b"".join(hashes), sparse, self.workload.deadline_s / 2, promise_s, self.name),
+            answered,
+        )
 
     def load(
         self,
@@ -169,6 +187,7 @@ class Rank:
         count: int,
         done: Callable[[Outcome | None], None] | None = None,
         shared: bool | None = None,
+        promised: Promised | None = None,
     ) -> None:
         if "load" in self.calls:
             return
@@ -177,7 +196,8 @@ class Rank:
         self.counters.loads += 1
         if shared is None:
             shared = self.world.chance(self.workload.shared)
-        self._call(Job("load", pool, hashes, places, 0.0, shared, self.world.chance(0.5)), chain, done)
+        job = Job("load", pool, hashes, places, 0.0, shared, self.world.chance(0.5), self.name, promised)
+        self._call(job, chain, done)
 
     def clear(self, pool: Pool) -> None:
         self.ask(p.Clear(pool.namespace), lambda answer: None)
@@ -239,11 +259,24 @@ class Rank:
             for i, whole in enumerate(outcome.ok):
                 if whole:
                     self.ledger.check(call.job.pool, call.job.hashes[i], call.places[i].data, self.name)
+            self._check_promised(call.job, outcome)
             self.counters.loaded += outcome.ok.count(1)
         else:
             self.counters.stored += outcome.ok.count(1)
         if done is not None:
             done(outcome)
+
+    def _check_promised(self, job: Job, outcome: Outcome) -> None:
+        """What the node had in DRAM when it said so comes, if it is loaded in time and nothing has happened to the node."""
+        promised = job.counts_on
+        if promised is None or not promised.pages or self.world.now > promised.until:
+            return
+        if promised.excuses != (self._query, *self.excuses()) or self.disturbed_at() > promised.until - self.workload.promise_s:
+            return
+        missing = [i for i in promised.pages if not outcome.ok[i]]
+        self.counters.kept += not missing
+        if missing and outcome.reasons.keys() <= {"absent", "gone_remote", "wrong_length", "master_down", "master_warming"}:
+            raise Violation(f"{self.name}: {len(missing)} of {len(promised.pages)} promised pages: {dict(outcome.reasons)}")
 
     def _fence(self, call: Call, done: Callable[[Outcome | None], None] | None) -> None:
         """Time is up: the mover is killed, and only then the pages are the engine's again."""

@@ -165,7 +165,9 @@ class Reader:
         reading.stream = stream
         hashes = b"".join(job.hashes[page] for page in reading.ask.pages)
         node, pool = self.mover.node_name, job.pool
-        stream.send(p.Fetch(p.FETCH_VERSION, node, pool.namespace, hashes, pool.length, reading.number, job.touch))
+        fetch = p.Fetch(p.FETCH_VERSION, node, pool.namespace, hashes, pool.length, reading.number, job.touch)
+        fetch.reader = job.reader
+        stream.send(fetch)
 
     # ------------------------------------------------------------------ receiving
 
