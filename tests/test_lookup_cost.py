@@ -61,7 +61,8 @@ def test_a_nodes_lookups_cost_as_much_in_a_large_index() -> None:
     asked = chain("held", 64) + chain("absent", 64)
     random.Random(1).shuffle(asked)
     blob = b"".join(asked)
-    for message in (p.Exists([NS], blob), p.Locate(NS, blob, LENGTH), p.Exists([], blob, [NS])):
+    promised = p.Exists([NS], blob, promise_s=5.0, reader="r")
+    for message in (p.Exists([NS], blob), p.Locate(NS, blob, LENGTH), p.Exists([], blob, [NS]), promised):
         # The first one may find room to tidy up that the index left behind.
         for core in (small, large):
             ask(core, message)()

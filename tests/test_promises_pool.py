@@ -24,12 +24,18 @@ StartNode = Callable[..., NodeProcess]
 StartMaster = Callable[[], MasterProcess]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup may take as long as a load: a machine may have much else to do."""
+    monkeypatch.setattr("hicache_mooncake.client.client.LOOKUP_S", 7.5)
+
+
 @pytest.fixture
 def start_rank() -> Iterator[StartRank]:
     started: list[FakeRank] = []
 
     def start(node: NodeProcess, promise_s: float = 0.0, **options: object) -> FakeRank:
-        started.append(FakeRank(node.settings(promise_s=promise_s, **options)))
+        started.append(FakeRank(node.settings(**{"promise_s": promise_s, "deadline_s": 7.5} | options)))
         return started[-1]
 
     yield start
@@ -40,7 +46,11 @@ def start_rank() -> Iterator[StartRank]:
 def fill(rank: FakeRank, name: str, mib: int) -> None:
     """So many new pages, as fast as they can be stored."""
     for number in range(mib * MIB // rank.page_bytes // 16):
-        rank.store(NS, [page_hash((name, number, i)) for i in range(16)])
+        stored(rank, [page_hash((name, number, i)) for i in range(16)])
+
+
+def stored(rank: FakeRank, pages: list[bytes]) -> None:
+    wait_until(lambda: rank.store(NS, pages).ok == b"\x01" * len(pages), 60, "all of them are stored")
 
 
 def all_come(rank: FakeRank, pages: list[bytes]) -> None:
@@ -117,7 +127,7 @@ def test_the_holder_on_another_host_keeps_what_was_promised(
 
 
 def test_what_lies_on_the_disk_stays_there_as_long(start_node: StartNode, start_rank: StartRank, tmp_path: Path) -> None:
-    cold = ("--cold", str(tmp_path / "cold"), "--cold-bytes", "64MiB", "--cold-floor", "0")
+    cold = ("--cold", str(tmp_path / "cold"), "--cold-bytes", "64MiB", "--cold-floor", "0", "--eviction", "lru")
     node = start_node("a", "16MiB", (), cold)
     decode, other = start_rank(node, PROMISE_S), start_rank(node)
     pages, others = hashes(*range(16)), hashes(*range(100, 116))
@@ -127,7 +137,7 @@ def test_what_lies_on_the_disk_stays_there_as_long(start_node: StartNode, start_
     def churn(name: object, mib: int) -> None:
         """So many pages come to the disk."""
         for number in range(mib):
-            other.store(NS, [page_hash((name, number, i)) for i in range(16)])
+            stored(other, [page_hash((name, number, i)) for i in range(16)])
             wait_until(lambda: int(report_of(other)["used_bytes"]) <= 0.95 * 16 * MIB, 60, "room again")
 
     churn("first", 20)
@@ -183,14 +193,15 @@ def test_an_engine_that_is_gone_counts_on_nothing(start_node: StartNode, start_r
 
 
 def test_a_node_that_hangs_costs_a_decode_server_s_scheduler_half_a_second_once(
-    start_node: StartNode, start_rank: StartRank
+    start_node: StartNode, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lookup is made on the scheduler's thread. It never raises, and after the first the node is asked beside the calls."""
     node = start_node("a", "32MiB")
-    decode = start_rank(node, 5.0, deadline_s=7.5)
+    decode = start_rank(node, 5.0)
     pages = hashes(*range(4))
     decode.store(NS, pages)
     assert decode.exists(NS, pages) == 4
+    monkeypatch.setattr("hicache_mooncake.client.client.LOOKUP_S", LOOKUP_S)
     node.signal(signal.SIGSTOP)
     started = time.monotonic()
     assert [decode.exists(NS, pages) for _ in range(50)] == [0] * 50

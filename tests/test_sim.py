@@ -17,7 +17,7 @@ from hicache_mooncake import protocol as p
 from hicache_mooncake.client.remote import Doubt
 from hicache_mooncake.cold.index import Key
 from hicache_mooncake.node.core import NodeCore
-from hicache_mooncake.node.store import Store
+from hicache_mooncake.node.store import LogicalPage, Store
 from hicache_mooncake.testing.sim import Cluster, Options, Plan, Violation, run
 from hicache_mooncake.testing.sim.cold import SimCold
 from hicache_mooncake.testing.sim.link import SimLink
@@ -124,6 +124,23 @@ def test_a_mover_that_takes_what_is_recalled_for_the_last_word_is_found_out(monk
 
     monkeypatch.setattr(Mover, "_load_again", misses)
     fails(quick(nodes=3, trouble_s=1.0), "did not find it where it is now")
+
+
+COUNTING: dict[str, Any] = {"nodes": 2, "capacity": 24, "cold": False, "node": {"promise_share": 0.5}}
+
+
+def test_what_is_promised_is_loaded() -> None:
+    figures = run(3, quick(workload={"promise_s": 3.0} | TIGHT, **COUNTING)).figures
+    assert figures["kept"] > 0, figures
+    assert figures["evicted"] > 0, figures
+
+
+def test_what_goes_although_it_was_promised_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_use(page: LogicalPage) -> bool:
+        return page.writers > 0 or any(part.pins for part in page.parts)
+
+    monkeypatch.setattr(LogicalPage, "in_use", property(in_use))
+    fails(quick(workload={"promise_s": 3.0} | TIGHT, **COUNTING), "promised")
 
 
 def test_memory_that_is_given_back_before_its_reader_is_done_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
