@@ -24,6 +24,7 @@ from hicache_master.directory import Directory
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cluster import BATCH, NAMESPACE, Actor, MasterProcess, Node, PlainNode, fill, page_hashes, parts
+from benchmarks.conductor import decisions
 from benchmarks.harness import ROOT, Row, interleave, report, save, spread
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config_values import join_address
@@ -378,7 +379,14 @@ def failover(progress: Progress, options: argparse.Namespace) -> list[Row]:
     return [Row(what, max(gaps), 1.0, "s", "s allowed", spread(gaps), 1.0, True)]
 
 
-SECTIONS = {"lookup": lookups, "memory": memory, "restart": restart, "drop": dropping, "failover": failover}
+SECTIONS = {
+    "lookup": lookups,
+    "memory": memory,
+    "restart": restart,
+    "drop": dropping,
+    "failover": failover,
+    "conductor": decisions,
+}
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_help_names_every_command() -> None:
     shown = run("--help").stdout
-    assert all(re.search(rf"\b{name}\b", shown) for name in ("demo", "keygen", "node", "master", "status", "doctor"))
+    assert all(re.search(rf"\b{name}\b", shown) for name in ("demo", "keygen", "node", "master", "replay", "status", "doctor"))
     assert run("--version").stdout.startswith("hicache-mooncake ")
 
 

@@ -278,6 +278,68 @@ def master_command(
         raise typer.Exit(1) from None
 
 
+@app.command("replay")
+def replay_command(
+    trace: Annotated[
+        Path, typer.Option(help="Requests: timestamp, input_length, output_length, hash_ids; a JSON object a line.")
+    ],
+    policy: Annotated[list[str] | None, typer.Option(help="How to route; repeat it to compare.")] = None,
+    admission: Annotated[
+        list[str] | None, typer.Option(help="off, baseline, early or predictive; repeat it to compare.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill engines.", min=1, max=512)] = 8,
+    decode: Annotated[int, typer.Option(help="Decode engines; 0: look at prefill only.", min=0, max=512)] = 8,
+    mfu: Annotated[float, typer.Option(help="Part of the peak FLOP/s that a prefill reaches.", min=0.01, max=1)] = 0.5,
+    speed: Annotated[float, typer.Option(help="How many times as fast as they came requests arrive.", min=0.001)] = 1.0,
+    requests: Annotated[int | None, typer.Option(help="Only so many, the first ones.", min=1)] = None,
+    ttft_slo: Annotated[float, typer.Option(help="Permitted TTFT, in s.", min=0.001)] = 30.0,
+    tbt_slo: Annotated[float, typer.Option(help="Permitted TBT, in s.", min=0.001)] = 0.1,
+    dram_tokens: Annotated[
+        int, typer.Option(help="Tokens that the DRAM of each store node has room for.", min=512)
+    ] = 3_000_000,
+    cold_tokens: Annotated[int, typer.Option(help="Tokens that its disk has room for.", min=0)] = 0,
+    bandwidth: Annotated[float, typer.Option(help="GB/s out of each store node.", min=0.001)] = 87.0,
+    cold_bandwidth: Annotated[float, typer.Option(help="GB/s of each disk.", min=0.001)] = 6.0,
+    threshold: Annotated[float, typer.Option(help="Fetch what makes the prefix longer than this many times.", min=1)] = 1.3,
+    prefetch: Annotated[bool, typer.Option("--prefetch", help="Pages travel while a request waits, as in SGLang.")] = False,
+    noise: Annotated[float, typer.Option(help="How far prefill times are off the model's, 0.2 for about 20 %.", min=0)] = 0.0,
+    plot: Annotated[Path | None, typer.Option(help="Charts go there: FILE.png, or .svg where matplotlib is missing.")] = None,
+    json: Json = False,
+) -> None:
+    """Replay a trace of requests through the conductor's decisions, in simulated time."""
+    from hicache_master.conductor.replay import Setup
+
+    from hicache_mooncake.cli.replay import run_replay
+
+    modes = admission or ["off"]
+    setups = []
+    try:
+        for route in policy or ["least-queue", "local-aware", "pool-aware"]:
+            for mode in modes:
+                setup = Setup(
+                    policy=route,
+                    admission=mode,  # type: ignore[arg-type]
+                    prefills=prefill,
+                    decodes=decode,
+                    mfu=mfu,
+                    speed=speed,
+                    ttft_slo_s=ttft_slo,
+                    tbt_slo_s=tbt_slo,
+                    cache_tokens=dram_tokens,
+                    cold_tokens=cold_tokens,
+                    bandwidth=bandwidth * 1e9,
+                    cold_bandwidth=cold_bandwidth * 1e9,
+                    threshold=threshold,
+                    fetch_while_queued=prefetch,
+                    noise=noise,
+                )
+                setups.append((route if modes == ["off"] else f"{route}, {mode}", setup))
+    except ValueError as error:
+        print(f"hicache-mooncake: {error}", file=sys.stderr)
+        raise typer.Exit(CONFIG_EXIT) from None
+    raise typer.Exit(run_replay(trace, setups, requests, plot, as_json=json))
+
+
 cold_app = typer.Typer(no_args_is_help=True, help="Look at a cold tier, verify it, tidy it up or empty it.")
 app.add_typer(cold_app, name="cold")
 
