@@ -235,9 +235,7 @@ class Store:
         self.claim_seconds = claim_seconds
         self.max_pinned_share = max_pinned_share
         self.stats = Stats()
-        self.promises: Promises[LogicalPage] = Promises(
-            int(self.allocator.capacity * promise_share), lambda page: page.size_bytes
-        )
+        self.promises: Promises[LogicalPage] = Promises(int(self.allocator.capacity * promise_share), _size_of)
         self.pinned_bytes = 0
         self._index: dict[bytes, Home] = {}
         self._groups: dict[bytes, Group] = {}
@@ -1140,6 +1138,11 @@ class Store:
         blocks = [(entry.offset, entry.length) for entry in by_id.values()]
         blocks += [(offset, held.length) for held in self._reservations.values() for offset in held.offsets]
         self.allocator.validate([*blocks, *self._lent.items()])
+
+
+def _size_of(page: LogicalPage) -> int:
+    held = page.held
+    return -(-held.length // GRANULE) * GRANULE if isinstance(held, Entry) else page.size_bytes
 
 
 def _those(last: dict[bytes, dict[bytes, bool]], added: bool) -> list[tuple[bytes, bytes]]:
