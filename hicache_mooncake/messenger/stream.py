@@ -196,7 +196,8 @@ class SourceStream(_Stream):
         `released` is called, with whether they have arrived: once for each push that has returned, from any thread, and it
         must not wait. A session that has failed gives pages back at once.
 
-        Raises ValueError for a push that does not follow, and StreamError (`deadline`) when it is not queued."""
+        Raises ValueError for a push that does not follow or lies in no registered memory, and StreamError (`deadline`) when
+        it is not queued."""
         machine = self._machine
         places = tuple(places)
         with self._cond:
@@ -204,6 +205,8 @@ class SourceStream(_Stream):
             self._wait(lambda: machine.has_room or machine.failing, until, "too much is pushed that has not arrived")
             failing = machine.failing
             runs = [] if failing else machine.cut(layer, first, len(places))
+            if runs:
+                self._messenger.check_memory(machine.layout, range(layer, layer + 1), self._bases, places)
             self._calling += failing and released is not None
         if failing:
             if released is not None:
@@ -430,9 +433,10 @@ class DestinationStream(_Stream):
             return
         try:
             with self._event():
+                self._messenger.check_memory(self.layout, range(self.layout.layers), buffers.bases, buffers.pages)
                 self._buffers = buffers
                 self._machine.reserved(time.monotonic(), buffers.bases, buffers.pages)
-        except ValueError as error:
+        except (ValueError, IndexError, TypeError) as error:
             log(logging.ERROR, "reserve", f"buffers for request {self.request} do not fit: {error}")
             with self._event():
                 self._buffers = None
@@ -609,6 +613,15 @@ class Messenger:
 
     # ---- streams
 
+    def check_memory(self, layout: Layout, layers: range, bases: Sequence[Sequence[int]], places: Sequence[int]) -> None:
+        """Raises ValueError unless these pages lie in registered memory: it is read here, for the checksums."""
+        layout.check_bases(bases)
+        low, high = min(places, default=0), max(places, default=-1) + 1
+        for layer in layers:
+            for part, (length, base) in enumerate(zip(layout.runs[layer], bases[layer], strict=True)):
+                if not self.engine.holds(base + low * length, (high - low) * length):
+                    raise ValueError(f"layer {layer}, part {part}: places {low} to {high - 1} are in no one registered memory")
+
     def tell(self, peer: Peer, message: m.Any, failed: Callable[[int, str], None]) -> None:
         def job() -> None:
             try:
@@ -727,6 +740,8 @@ class Messenger:
         machine = Destination(message, self._layout, self.limits, time.monotonic(), self._no_room(message))
         stream = DestinationStream(self, machine, message, peer)
         with self._cond:
+            if self._closed:
+                return
             self._destinations[message.session] = stream
             self._active = True
             if not machine.reason or message.request not in self._requests:

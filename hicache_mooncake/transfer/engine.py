@@ -270,6 +270,12 @@ class TransferEngine:
             raise problem
         own.free()
 
+    def holds(self, address: int, length: int) -> bool:
+        """Whether these bytes lie in one stretch of memory that is registered."""
+        with self._lock:
+            regions = [own.region for own in self._own.values()]
+        return any(each.address <= address and address + length <= each.address + each.length for each in regions)
+
     # ------------------------------------------------------------------ peers
 
     @property
