@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -65,6 +66,32 @@ class TestTcp(TransportTests):
         fails("bounds", batch.wait)
         assert near.link.alive
         assert far.link.alive
+
+    def test_what_was_on_its_way_when_the_writer_ended_the_link_does_not_land(self) -> None:
+        """The other end hears of that end late, as one does that was stopped."""
+        near, far, mine, theirs = self.sharing(_BIG)
+        mine.fill(9)
+        before = theirs.bytes()
+        go_on, asleep = threading.Event(), []
+        for lane in far.link._lanes:  # type: ignore[attr-defined]
+
+            def late(receive: Callable[[], bool] = lane._receive) -> bool:
+                asleep.append(1)
+                go_on.wait()
+                return receive()
+
+            lane._receive = late
+        near.submit("write", [Piece(mine.address, theirs.address, _BIG)])
+        self.wait_until(lambda: asleep and near.link.batches.in_flight("write") == _BIG, "it is sent")  # type: ignore[attr-defined]
+        near.link.abort()
+        hung_up = select.poll()
+        for lane in far.link._lanes:  # type: ignore[attr-defined]
+            hung_up.register(lane._sock, select.POLLRDHUP)
+        self.wait_until(lambda: len(hung_up.poll(0)) == len(far.link._lanes), "the end has arrived")  # type: ignore[attr-defined]
+        go_on.set()
+        self.wait_until(lambda: not far.link.alive, "the link ends")
+        far.link.close()
+        same(theirs.bytes(), before, "memory after the writer's end")
 
     @pytest.mark.parametrize("op", ["read", "write"])
     def test_memory_that_cannot_be_touched_costs_the_link_and_not_the_process(self, op: str) -> None:
