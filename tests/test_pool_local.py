@@ -934,6 +934,20 @@ def test_movers_end_with_their_engine_though_a_forked_child_lives_on(start_node:
         os.kill(child, signal.SIGKILL)
 
 
+def test_misses_of_a_rank_that_never_asks_reach_the_node(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
+    """A decode server that only writes: lookups are what opened its connection."""
+    node = start_node(extra=("--metrics", "127.0.0.1:0"))
+    report = make_rank(node).client.status()
+    assert report is not None
+    writer = make_rank(node)
+
+    def metrics() -> str:
+        writer.client.miss({"bad_key": 1})
+        return str(urllib.request.urlopen(f"http://{report.node['metrics']}/metrics", timeout=5).read().decode())
+
+    wait_until(lambda: 'hicache_node_client_misses_total{reason="bad_key"}' in metrics(), 30)
+
+
 def test_misses_reach_the_nodes_metrics(start_node: StartNode, make_rank: Callable[..., FakeRank]) -> None:
     node = start_node(extra=("--metrics", "127.0.0.1:0"))
     rank = make_rank(node)

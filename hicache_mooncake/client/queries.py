@@ -83,11 +83,14 @@ class NodeQueries:
             self._lock.release()
 
     def tell(self, message: p.Message) -> bool:
-        """One-way, only over a connection that is open and free. False when it was not sent."""
+        """One-way, only over a connection that is open and free. False when it was not sent; who asks nothing, and so has no
+        connection, gets one for the next time, beside the calls."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
             if self._wire is None:
+                if self._retry.due():
+                    self._probe_beside_calls()
                 return False
             self._wire.send(message, deadline=time.monotonic() + 0.05)
         except (WireClosed, WireTimeout) as error:
