@@ -218,6 +218,21 @@ def test_a_request_that_fails_leaves_no_trace() -> None:
     conductor.failed("never heard of", 1.0)
 
 
+@pytest.mark.parametrize("over", ["fetched", "prefilled", "failed"])
+def test_a_transfer_counts_for_its_holder_until_it_is_over(over: str) -> None:
+    conductor = cluster(prefills=1)
+    conductor.prefixes.join("s0", "1")
+    holds(conductor, "s0", range(10))
+    assert ask(conductor, "r", 10).fetches
+    assert conductor.costs.links.in_flight("s0") == 1
+    for _ in range(2):
+        if over == "fetched":
+            conductor.fetched("r")
+        else:
+            getattr(conductor, over)("r", 1.0)
+        assert conductor.costs.links.in_flight("s0") == 0
+
+
 def test_requests_without_news_are_taken_back() -> None:
     conductor = cluster()
     ask(conductor, "silent", 10)

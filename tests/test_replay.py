@@ -164,7 +164,7 @@ def test_the_command_compares_policies_and_draws_them(trace: Path, tmp_path: Pat
     policies = ("--policy", "random", "--policy", "pool-aware", "--prefill", "3", "--decode", "2")
     shown = replay("--trace", str(trace), *policies, "--plot", str(tmp_path / "charts.svg"))
     assert shown.exit_code == 0, shown.output
-    assert "TTFT mean" in shown.stdout
+    assert "TTFT (s)" in shown.stdout
     assert {"random", "pool-aware"} <= set(shown.stdout.split())
     assert ElementTree.parse(tmp_path / "charts.svg").getroot().tag.endswith("svg")
     machine = replay("--trace", str(trace), *policies, "--admission", "early", "--requests", "20", "--json")
@@ -213,6 +213,7 @@ def conversation() -> list[Arrival]:
 
 
 @needs_trace
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_the_conversation_trace_moving_pages_pays() -> None:
     ours, local, queue = (
@@ -228,6 +229,7 @@ def test_on_the_conversation_trace_moving_pages_pays() -> None:
 
 
 @needs_trace
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_on_the_conversation_trace_prediction_keeps_prefills_from_being_in_vain() -> None:
     baseline, early, predictive = (

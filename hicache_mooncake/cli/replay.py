@@ -17,6 +17,8 @@ from rich.table import Table
 from hicache_mooncake.cli import charts
 
 _UNUSABLE = 2
+_COLUMNS = 120
+"""Of tables that do not go to a terminal."""
 _TTFT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -36,7 +38,7 @@ def run_replay(
     if as_json:
         print(json.dumps([figures(*run) for run in runs]))
     else:
-        show(runs, Console())
+        show(runs, Console(width=None if sys.stdout.isatty() else _COLUMNS))
     if plot is not None:
         try:
             written = charts.write(plot, _charts(runs))
@@ -85,8 +87,8 @@ def _finite(value: float) -> float | None:
 
 def show(runs: Sequence[Run], console: Console) -> None:
     table = Table(box=None, header_style="bold")
-    table.add_column("")
-    for heading in ("TTFT mean", "p50", "p90", "p99", "hits", "busy", "max/mean", "rejected", "late", "wasted"):
+    table.add_column("TTFT (s)", no_wrap=True)
+    for heading in ("mean", "p50", "p90", "p99", "hits", "busy", "max/mean", "rejected", "late", "wasted"):
         table.add_column(heading, justify="right")
     for name, _, outcome in runs:
         times = (outcome.mean_ttft_s, *(outcome.quantile_s(share) for share in (0.5, 0.9, 0.99)))
@@ -101,12 +103,10 @@ def show(runs: Sequence[Run], console: Console) -> None:
             f"{outcome.wasted_share:.1%}",
         )
     console.print(table)
-    console.print(
-        "TTFT in s; busy: s of a prefill engine for each request; late: rejected after their prefill, wasted: its share"
-    )
+    console.print("busy: s of a prefill engine for each request; late: rejected after their prefill; wasted: prefill for those")
     console.print()
     cdf = Table(box=None, header_style="bold")
-    cdf.add_column("TTFT at most")
+    cdf.add_column("TTFT at most", no_wrap=True)
     for bound in _TTFT_S:
         cdf.add_column(f"{bound:g} s", justify="right")
     cdf.add_column("load of each prefill engine")
@@ -128,7 +128,7 @@ def _charts(runs: Sequence[Run]) -> list[charts.Chart]:
             (seconds, 1.0) for seconds in ordered[-1:]
         ]
     reasons = ["prefill", "decode", "decode, after prefill"]
-    return [
+    drawn: list[charts.Chart] = [
         charts.Lines("TTFT", "seconds", "share of requests", lines),
         charts.Bars(
             "Load of the prefill engines",
@@ -136,10 +136,8 @@ def _charts(runs: Sequence[Run]) -> list[charts.Chart]:
             [str(number) for number in range(max(len(outcome.busy_s) for _, _, outcome in runs))],
             {name: outcome.busy_s for name, _, outcome in runs},
         ),
-        charts.Bars(
-            "Rejections",
-            "requests",
-            reasons,
-            {name: [float(outcome.rejected.get(reason, 0)) for reason in reasons] for name, _, outcome in runs},
-        ),
     ]
+    if any(outcome.rejections for _, _, outcome in runs):
+        rejected = {name: [float(outcome.rejected.get(reason, 0)) for reason in reasons] for name, _, outcome in runs}
+        drawn.append(charts.Bars("Rejections", "requests", reasons, rejected))
+    return drawn
