@@ -504,7 +504,7 @@ def run(
             pause_s=0.0,
             store_pause_s=0.05,
             seed=seed,
-            keep=50_000,
+            keep=50_000 if cold is None else 5_000,  # it is to be full after a quarter of the run
             hurried=0.1,
         )
         helpers = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from hicache_mooncake import protocol as p
@@ -60,6 +62,27 @@ def test_pages_of_a_small_tier_do_not_push_each_other_out() -> None:
     shelf.keeping = Keeping(shelf.store, tier_bytes=8 * PAGE)
     shelf.put(*range(CAPACITY))
     assert len(shelf.written()) == 2
+
+
+def test_after_a_burst_that_was_too_much_more_is_written_ahead_and_less_again_when_all_is_calm() -> None:
+    shelf = Shelf()
+    shelf.put(*range(60))
+    for most in (AHEAD, 2 * AHEAD, 4 * AHEAD, 4 * AHEAD):
+        shelf.written()
+        going = list(itertools.islice(shelf.store.going(), CAPACITY))
+        assert [shelf.store.is_kept(page) for page in going[: most + 1]] == [True] * most + [False]
+        first = 1000 * most + int(shelf.store.stats.evicted)
+        shelf.put(*range(first, first + CAPACITY))
+        assert shelf.store.stats.evicted_unkept
+    for now in (61.0, 122.0, 183.0):
+        while batch := shelf.keeping.next(9, now):
+            shelf.done(batch)
+    first = 10**6
+    shelf.put(*range(first, first + 4 * AHEAD))
+    written = 0
+    while batch := shelf.keeping.next(9, 184.0):
+        written += shelf.done(batch)
+    assert written <= 2 * AHEAD
 
 
 def test_nothing_is_written_while_there_is_room() -> None:

@@ -22,6 +22,8 @@ from hicache_mooncake.transfer.mapping import Mapping
 log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_SMALL_SHARE = 8
+"""A batch of less than this part of what it may have is small."""
 _SWEEP_S = 1.0
 _AFTER_FAILURE_S = 1.0
 _CHECK_S = 5.0
@@ -151,7 +153,8 @@ class ColdWriter:
         if batch is None:
             return _LOOK_S
         if self._write(batch, since):
-            return 0.0
+            small = batch.size_bytes < self._keeping.batch_bytes // _SMALL_SHARE
+            return _LOOK_S if small else 0.0  # each costs the index some pages of its own: more may come together
         with self._node.lock:
             self._keeping.able = False  # the disk is full perhaps: what goes meanwhile goes unwritten
         return _AFTER_FAILURE_S

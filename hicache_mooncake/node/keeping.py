@@ -18,7 +18,11 @@ from hicache_mooncake.node.store import REPLICA, Entry, LogicalPage, Store
 BATCH_BYTES = 32 << 20
 BATCH_PAGES = 512
 _AHEAD_SHARE = 8
-"""This part of the segment, the one that goes first, is to be on the disk."""
+"""This part of the segment, the one that goes first, is to be on the disk,"""
+_MOST_AHEAD_SHARE = 2
+"""or up to this part after bursts that were more than that."""
+_CALM_S = 60.0
+"""So long without one, and half of it is enough."""
 _TIER_SHARE = 4
 """And no more than this part of the tier."""
 _AHEAD_PAGES = 4096
@@ -41,6 +45,10 @@ class Batch:
     def parts(self) -> list[Entry]:
         return [part for _, parts in self.pages for part in parts]
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(blocks_of(part.length) for part in self.parts)
+
 
 class Keeping:
     """Not thread-safe: every call runs under the node's lock. `owner` is the writer's, and has one batch at a time.
@@ -59,10 +67,15 @@ class Keeping:
         self._wanted: deque[LogicalPage] = deque(maxlen=_MAX_WANTED)
         self._to_save: deque[LogicalPage] | None = None
         capacity = store.allocator.capacity
-        self._ahead_bytes = capacity // _AHEAD_SHARE
-        if tier_bytes:  # else pages would push each other out of a small one, and be written again and again
-            self._ahead_bytes = min(self._ahead_bytes, tier_bytes // _TIER_SHARE)
-        self._batch_bytes = min(BATCH_BYTES, capacity // _BATCH_SHARE)
+        most = tier_bytes // _TIER_SHARE if tier_bytes else capacity
+        """Else pages would push each other out of a small tier, and be written again and again."""
+        self._least_ahead, self._most_ahead = (min(capacity // share, most) for share in (_AHEAD_SHARE, _MOST_AHEAD_SHARE))
+        self._ahead_bytes = self._least_ahead
+        self._unkept = 0
+        """Pages that had been evicted unwritten when the next batch was last asked for."""
+        self._calm_at = float("-inf")
+        self.batch_bytes = min(BATCH_BYTES, capacity // _BATCH_SHARE)
+        """Of a batch, unless one page has more."""
         self.able = False
         """The tier takes pages: none needs to be evicted that is not there yet."""
 
@@ -77,6 +90,7 @@ class Keeping:
 
     def next(self, owner: int, now: float) -> Batch | None:
         """What is to be written now, or None."""
+        self._look_ahead(now)
         pages = self._taken(_popped(self._wanted))
         if not pages and self._store.used_bytes > self._store.low_bytes - self._ahead_bytes:
             pages = self._taken(self._going())
@@ -113,6 +127,18 @@ class Keeping:
 
     # ------------------------------------------------------------------ inside
 
+    def _look_ahead(self, now: float) -> None:
+        """Pages went unwritten: more is to be on the disk before the next burst. None did for a while: less is enough."""
+        unkept = self._store.stats.evicted_unkept
+        if unkept > self._unkept:
+            self._ahead_bytes = min(2 * self._ahead_bytes, self._most_ahead)
+        elif now < self._calm_at:
+            return
+        else:
+            self._ahead_bytes = max(self._ahead_bytes // 2, self._least_ahead)
+        self._unkept = unkept
+        self._calm_at = now + _CALM_S
+
     def _going(self) -> Iterable[LogicalPage]:
         """Pages that would be evicted next, and are not kept. Nearly all of them are: this is what looking costs."""
         left, life = self._ahead_bytes, self._store.tier_life
@@ -136,7 +162,7 @@ class Keeping:
                 continue
             size += page.size_bytes
             count += len(page.parts)
-            if taken and (size > self._batch_bytes or count > BATCH_PAGES):
+            if taken and (size > self.batch_bytes or count > BATCH_PAGES):
                 break
             taken[page] = None
         return list(taken)
