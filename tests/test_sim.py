@@ -67,7 +67,7 @@ def test_a_seed_is_a_run_in_every_process() -> None:
 
 def test_something_happens_in_these_runs() -> None:
     """Bytes are compared, pages are evicted and given away, calls are fenced: else the above says nothing."""
-    figures = [run(seed, quick(trouble_s=8.0)).figures for seed in (2, 4, 6, 14, 16)]
+    figures = [run(seed, quick(trouble_s=8.0)).figures for seed in (2, 4, 6, 16, 41)]
     total = {name: sum(each.get(name, 0) for each in figures) for name in figures[0]}
     for what in ("checked", "loaded", "stored", "found", "evicted", "spilled", "taken", "replicated", "recalled", "snapshots"):
         assert total[what] > 0, (what, total)
