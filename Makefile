@@ -10,6 +10,7 @@ READY := $(VENV)/.stamps/ready
 
 help:
 	@echo "make demo        two SGLang servers (CPU) share one KV-cache pool on this machine; KEEP=1 leaves them running"
+	@echo "                 PD=1: a prefill and a decode server behind a router instead, several chats, with a plot; 12 minutes"
 	@echo "make test        the tests, some with real SGLang servers: under 30 minutes on two cores"
 	@echo "                 PYTEST_ARGS='-m \"not e2e and not slow\"' leaves those out"
 	@echo "make test-all    lint, wheel, then every test: more model families, SGLang releases and administrators"
@@ -38,7 +39,7 @@ $(READY): requirements/sglang-cpu.txt pyproject.toml tools/setup_venv.sh
 	@touch $@
 
 demo: $(READY)
-	@$(PY) -m hicache_mooncake.cli demo --workdir .demo $(if $(filter-out 0,$(KEEP)),--keep) $(if $(MODEL),--model "$(MODEL)")
+	@$(PY) -m hicache_mooncake.cli demo --workdir .demo $(if $(filter-out 0,$(PD)),--pd) $(if $(filter-out 0,$(KEEP)),--keep) $(if $(MODEL),--model "$(MODEL)")
 
 # Other SGLang releases, without their dependencies: tests/sglang/test_versions.py imports their interface.
 VERSIONS := 0.5.9 0.5.14 0.5.20 0.5.21 0.5.22

@@ -71,13 +71,15 @@ def _key(path: str) -> ClusterKey | None:
 @app.command("demo")
 def demo_command(
     keep: Annotated[bool, typer.Option(help="Leave everything running at the end.")] = False,
+    pd: Annotated[bool, typer.Option("--pd", help="Prefill and decode on servers of their own, and several chats.")] = False,
     workdir: Annotated[Path, typer.Option(help="Where logs, sockets and the demo's model go.")] = Path(".demo"),
     model: Annotated[Path | None, typer.Option(help="Serve this model instead of the tiny one that comes along.")] = None,
 ) -> None:
     """Show the pool at work on this machine, from nothing."""
     from hicache_mooncake.cli.demo import run_demo
+    from hicache_mooncake.cli.demo_pd import run_pd_demo
 
-    raise typer.Exit(run_demo(keep=keep, workdir=workdir, model=model))
+    raise typer.Exit((run_pd_demo if pd else run_demo)(keep=keep, workdir=workdir, model=model))
 
 
 @app.command("node")

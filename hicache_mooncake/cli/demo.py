@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import shutil
-import signal
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hicache_mooncake.testing.sglang_cpu.pool import MasterProcess, NodeProcess
-from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, ProcessError, stop_all, tail
+from hicache_mooncake.cli.demo_stage import Stage, answered, perform
+from hicache_mooncake.testing.sglang_cpu.pool import NodeProcess
+from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess
 from hicache_mooncake.testing.sglang_cpu.servers import (
     NO_CACHE,
     Answer,
@@ -30,11 +23,9 @@ from hicache_mooncake.testing.sglang_cpu.servers import (
     full_pages,
     generate,
     pool_caching,
-    start_servers,
     tokens_written_to_l3,
     wait_written_to_l3,
 )
-from hicache_mooncake.testing.sglang_cpu.tiny_model import make_tiny_model
 
 ANSWER_TOKENS = 48
 DOCUMENT_SENTENCES = 40
@@ -46,7 +37,6 @@ QUESTIONS = (
 )
 MEMORY_GIB = 6.5
 """Two servers at 2.2 GB, two nodes at 0.5, and some air."""
-QUIET_REPORT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -69,65 +59,31 @@ def run_demo(keep: bool, workdir: Path, model: Path | None) -> int:
     Logs and the tiny model go to `workdir`. With `keep`, master, nodes and servers outlive the call; else nothing does.
     """
     console = Console()
-    if importlib.util.find_spec("sglang") is None:
-        console.print(
-            "The demo needs SGLang, which this Python does not have: run `make demo` in a checkout, it makes a virtual "
-            f"environment with everything. (Python: {sys.executable})"
-        )
-        return 1
-    run_dir = (workdir / time.strftime("%Y%m%d-%H%M%S")).resolve()
-    run_dir.mkdir(parents=True)
-    # Not in the work directory: a UNIX socket's path has at most 107 bytes.
-    sockets = Path(tempfile.mkdtemp(prefix="hicache-demo-"))
-    started: list[ManagedProcess] = []
-    steps = Steps(console)
-    kept = False
-    try:
-        with _ending_on_signals(), steps:
-            demo = Demo(run_dir, sockets, started, steps)
-            if (available := _available_gib()) < MEMORY_GIB:
-                steps.note(f"{available:.1f} GiB of memory are available and some {MEMORY_GIB} are needed: this may fail.")
-            turns, moved_bytes = demo.run(model.resolve() if model is not None else workdir.resolve() / "model")
-            if keep:
-                for process in started:
-                    process.detach()
-                kept = True
-        return report(console, turns, moved_bytes, kept=started if kept else [], logs=run_dir)
-    except ProcessError as error:
-        _explain(console, error, started)
-        return 1
-    except KeyboardInterrupt:
-        console.print("Interrupted.")
-        return 130
-    finally:
-        if not kept:
-            with contextlib.suppress(ProcessError):
-                stop_all(started)
-            shutil.rmtree(sockets, ignore_errors=True)
-            console.print(f"All processes have ended. Logs: {run_dir}", highlight=False, soft_wrap=True)
+
+    def run(stage: Stage) -> Callable[[Sequence[ManagedProcess]], int]:
+        turns, moved_bytes = Demo(stage).run(model.resolve() if model is not None else workdir.resolve() / "model")
+        return lambda kept: report(console, turns, moved_bytes, kept=kept, logs=stage.directory)
+
+    return perform(console, workdir, keep, MEMORY_GIB, run)
 
 
 class Demo:
-    """Starts everything, asks, and measures. Every process goes to `started` before it starts; the caller ends them."""
+    """Starts everything, asks, and measures."""
 
-    def __init__(self, run_dir: Path, sockets: Path, started: list[ManagedProcess], steps: Steps) -> None:
-        self._dir = run_dir
-        self._sockets = sockets
-        self._started = started
-        self._steps = steps
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._steps = stage.steps
 
     def run(self, model: Path) -> tuple[list[Turn], int]:
         """Returns the turns, and the bytes that the nodes sent each other for the last one."""
-        if not (model / "config.json").exists():
-            with self._steps.step("make the tiny model"):
-                make_tiny_model(model)
+        self._stage.make_model(model)
         chat = Chat(model)
         reference = self._run_reference(model, chat)
 
-        node_a, node_b = self._start_pool()
+        node_a, node_b = self._stage.start_pool("node-a", "node-b")
         a = self._server("server A", model, node_a)
         b = self._server("server B", model, node_b)
-        self._start_servers([a, b])
+        self._stage.start_servers(a, b)
         with self._steps.step("warm up A and B with another prompt"):
             self._warm_up([a, b], chat)
 
@@ -148,9 +104,9 @@ class Demo:
 
     def _run_reference(self, model: Path, chat: Chat) -> list[tuple[tuple[int, ...], Answer]]:
         """The whole chat on a server without any cache: what the answers must be, and how long cold prompts take."""
-        server = SglangServer("reference server", model=model, caching=NO_CACHE, log=self._dir / "reference.log")
-        self._started.append(server)
-        self._start_servers([server])
+        name = "reference server"
+        server = SglangServer(name, model=model, caching=NO_CACHE, log=self._stage.directory / "reference.log")
+        self._stage.start_servers(server)
         with self._steps.step("the whole chat without any cache, as the reference"):
             self._warm_up([server], chat)
             turns = []
@@ -160,46 +116,14 @@ class Demo:
                 answer = self._ask(server, prompt)
                 turns.append((prompt, answer))
                 history = (*prompt, *answer.output_ids)
-        server.stop()
-        self._started.remove(server)
+        self._stage.stop(server)
         return turns
 
-    def _start_pool(self) -> tuple[NodeProcess, NodeProcess]:
-        master = MasterProcess("master", log=self._dir / "master.log")
-        nodes = [
-            NodeProcess(f"node-{x}", socket_path=self._sockets / f"{x}.sock", master=master, log=self._dir / f"node-{x}.log")
-            for x in ("a", "b")
-        ]
-        processes: list[MasterProcess | NodeProcess] = [master, *nodes]
-        for process in processes:
-            self._started.append(process)
-            with self._steps.step(f"start {process.name}"):
-                process.start_and_wait()
-        return nodes[0], nodes[1]
-
     def _server(self, name: str, model: Path, node: NodeProcess) -> SglangServer:
-        log = self._dir / f"{name.replace(' ', '-').lower()}.log"
-        server = SglangServer(name, model=model, caching=pool_caching(node.socket_path), log=log)
-        self._started.append(server)
-        return server
-
-    def _start_servers(self, servers: Sequence[SglangServer]) -> None:
-        with contextlib.ExitStack() as stack:
-            rows = {server: stack.enter_context(self._steps.step(f"start {server.name} (SGLang, CPU)")) for server in servers}
-
-            def progress(server: SglangServer, waited_s: float, ready: bool) -> None:
-                if ready:
-                    rows[server].done()
-                else:
-                    rows[server].tick(waited_s)
-
-            start_servers(servers, progress=progress)
+        return SglangServer(name, model=model, caching=pool_caching(node.socket_path), log=self._stage.log_of(name))
 
     def _ask(self, server: SglangServer, prompt: Sequence[int]) -> Answer:
-        try:
-            return generate(server.url, prompt, max_new_tokens=ANSWER_TOKENS)
-        except ProcessError as error:
-            raise ProcessError(f"{server.name}: {error}", server.log) from error
+        return answered(server, lambda: generate(server.url, prompt, max_new_tokens=ANSWER_TOKENS))
 
     def _warm_up(self, servers: Sequence[SglangServer], chat: Chat) -> None:
         """The first prompt of a fresh server pays for much that is not its own; it must not be one that is measured."""
@@ -218,8 +142,12 @@ class Chat:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self.opening = self._encode("<s>system: Answer from these notes.\n" + _notes(DOCUMENT_SENTENCES) + "\n")
+        self.opening = self.document("system", DOCUMENT_SENTENCES)
         self.warm_up = self._encode("<s>user: Warm up. " + _notes(DOCUMENT_SENTENCES + 20))
+
+    def document(self, speaker: str, sentences: int) -> tuple[int, ...]:
+        """What a chat begins with."""
+        return self._encode(f"<s>{speaker}: Answer from these notes.\n{_notes(sentences)}\n")
 
     def question(self, text: str) -> tuple[int, ...]:
         return self._encode(f"\n<s>user: {text}\nassistant:")
@@ -291,94 +219,6 @@ def _explain_kept(console: Console, kept: Sequence[ManagedProcess]) -> None:
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
-def _explain(console: Console, error: ProcessError, started: Sequence[ManagedProcess]) -> None:
-    """Say what failed, and show the end of the log of who is to blame, and of whoever else is dead."""
-    console.print(f"[bold red]Failed:[/] {escape(str(error))}", soft_wrap=True)
-    logs = [error.log] if error.log is not None else []
-    logs += [process.log for process in started if process.returncode is not None and process.log not in logs]
-    for log in logs:
-        console.print(f"The last lines of {log}:", markup=False, highlight=False, soft_wrap=True)
-        console.print(tail(log) or "(empty)", markup=False, highlight=False, soft_wrap=True)
-
-
-class Step:
-    """One line of progress: a row with a spinner and its seconds on a terminal, else a line now and then."""
-
-    def __init__(self, name: str, console: Console, progress: Progress | None) -> None:
-        self.name = name
-        self._console = console
-        self._progress = progress
-        self._began = time.monotonic()
-        self._reported_s = 0.0
-        self._ended = False
-        self._row: TaskID | None = progress.add_task(name, total=1) if progress is not None else None
-
-    def tick(self, waited_s: float) -> None:
-        if self._progress is None and waited_s - self._reported_s >= QUIET_REPORT_S:
-            self._reported_s = waited_s
-            self._console.print(f"  {self.name}: {waited_s:.0f} s ...", markup=False, highlight=False)
-
-    def done(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        if self._progress is not None and self._row is not None:
-            self._progress.update(self._row, completed=1)
-        else:
-            self._console.print(f"  {self.name}: {time.monotonic() - self._began:.1f} s", markup=False, highlight=False)
-
-
-class Steps:
-    """What the demo is doing, and for how long."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            columns = (SpinnerColumn(finished_text="[green]✓[/]"), TextColumn("{task.description}"), TimeElapsedColumn())
-            self._progress = Progress(*columns, console=console)
-
-    def __enter__(self) -> Steps:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    @contextlib.contextmanager
-    def step(self, name: str) -> Iterator[Step]:
-        """A step that is done when the block ends well, if nobody has said so before."""
-        step = Step(name, self._console, self._progress)
-        yield step
-        step.done()
-
-    def note(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
-
-
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demo the way Ctrl-C does, which works in the background too; under nohup SIGHUP does not."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _wait_until_steady(server: SglangServer, *, quiet_s: float = 1.5, timeout_s: float = 20.0) -> None:
     """Wait until the server has written nothing to L3 for a moment."""
     written, since, end = tokens_written_to_l3(server.url), time.monotonic(), time.monotonic() + timeout_s
@@ -386,10 +226,3 @@ def _wait_until_steady(server: SglangServer, *, quiet_s: float = 1.5, timeout_s:
         time.sleep(0.2)
         if (now := tokens_written_to_l3(server.url)) != written:
             written, since = now, time.monotonic()
-
-
-def _available_gib() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / (1 << 20)
-    return float("inf")
