@@ -106,14 +106,26 @@ def test_early_looks_at_now_and_predictive_at_the_end_of_the_prefill() -> None:
 
 def test_predictions_that_were_too_low_are_corrected() -> None:
     admission = Admission("predictive", confidence=0.6)
-    assert admission.correction() == 1.0
-    for number in range(100):
-        admission.came_true(1.0, 2.0 if number % 2 else 1.0)
-    assert admission.correction() == 2.0
+    busy = [batch(3), batch(0)]
+    assert admission.correction(busy) == 1.0
+    for number in range(200):
+        admission.came_true(1.0, 1.5 if number % 2 else 1.0)
+    assert admission.correction(busy) == 1.5
     early = Admission("early")
     for _ in range(100):
         early.came_true(1.0, 2.0)
-    assert early.correction() == 1.0
+    assert early.correction(busy) == 1.0
+
+
+def test_predictions_that_were_far_too_low_do_not_shut_the_cluster_for_good() -> None:
+    admission = Admission("predictive")
+    for _ in range(200):
+        admission.came_true(1.0, 100.0)
+    assert admission.correction([batch(1)]) == 2.0
+    assert admission.correction([batch(0), batch(0)]) == 1.0, "nobody is there: take it in, and learn"
+    for _ in range(600):
+        admission.came_true(1.0, 1.0)
+    assert admission.correction([batch(1)]) == 1.0
 
 
 def test_the_mean_decode_time_follows_what_is_seen() -> None:

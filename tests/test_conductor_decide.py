@@ -275,6 +275,12 @@ def test_an_id_that_is_in_the_books_is_refused_and_so_is_one_request_too_many() 
     assert full.reason == "full"
 
 
+@pytest.mark.parametrize("more", [{"tokens": 0}, {"tokens": 1, "ttft_slo_s": 0.0}, {"tokens": 1, "tbt_slo_s": float("nan")}])
+def test_a_request_that_cannot_be_is_refused(more: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        Request("r", [], **more)  # type: ignore[arg-type]
+
+
 def test_what_was_observed_changes_what_is_predicted() -> None:
     conductor = cluster(prefills=1)
     for number in range(50):

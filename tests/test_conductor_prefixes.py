@@ -110,7 +110,9 @@ def test_pages_known_and_pages_expected_are_bounded() -> None:
     assert len(prefixes) == 100
     assert prefixes.dropped_keys == 600
     assert 90 < prefixes.expected_keys <= 100
+    before = prefixes.expected_keys
     prefixes.expect("huge", "a", list(range(101)), 0.0)
+    assert prefixes.expected_keys == before, "what has no room at all drives nothing out"
     prefixes.validate()
 
 

@@ -20,6 +20,8 @@ RETRY_S = (1.0, 120.0)
 """The soonest and the latest time that anybody is told to come again."""
 CONFIDENCE = 0.6
 """Part of the predictions that should not turn out too low: prefill times, and decode loads at the hand-over."""
+LARGEST_CORRECTION = 2.0
+"""And its inverse the smallest."""
 LEAST_SEEN = 32
 """Outcomes before predictions are corrected by them."""
 DURATION_STEP = 0.02
@@ -118,12 +120,14 @@ class Admission:
         if predicted_s > 0:
             self._outcomes.add(tbt_s / predicted_s)
 
-    def correction(self) -> float:
+    def correction(self, batches: Sequence[DecodeBatch]) -> float:
         """What predictions are multiplied with: so many times as much it was at the hand-over in `confidence` of the last
-        cases. Steady traffic keeps the batches about full, so that without it every other one would be too late."""
-        return (
-            self._outcomes.at(self.confidence, 1.0) if self.mode == "predictive" and len(self._outcomes) >= LEAST_SEEN else 1.0
-        )
+        cases. Steady traffic keeps the batches about full, so that without it every other one would be too late. An idle
+        cluster takes requests in as predicted: from rejections alone it would never learn that it was wrong."""
+        idle = not any(batch.running or batch.coming for batch in batches)
+        if self.mode != "predictive" or len(self._outcomes) < LEAST_SEEN or idle:
+            return 1.0
+        return min(LARGEST_CORRECTION, max(1 / LARGEST_CORRECTION, self._outcomes.at(self.confidence, 1.0)))
 
     def _retry(self, reason: Reason, wait_s: float, spacing_s: float, now: float) -> float:
         """Those who are turned away are told different times, as far apart as the cluster takes requests in: all at one time

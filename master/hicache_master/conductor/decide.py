@@ -25,7 +25,9 @@ MAX_REQUESTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`keys`: the hashes of its pages, head first. An SLO of None is the cluster's; priority 0 is the highest."""
+    """`keys`: the hashes of its pages, head first. An SLO of None is the cluster's; priority 0 is the highest.
+
+    Raises ValueError for a prompt of nothing and an SLO that is not positive."""
 
     id: str
     keys: Sequence[Key]
@@ -33,6 +35,12 @@ class Request:
     priority: int = 0
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "ttft_slo_s", "tbt_slo_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} of request {self.id} must be positive, not {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +315,9 @@ class Conductor:
         rejection = admission.prefill(load, slo_s, idle_s, work_s / len(candidates), request.priority, now)
         if rejection is not None or not self._decodes or admission.mode == "baseline":
             return rejection
-        tbt_s *= admission.correction()
-        return admission.decode(tbt_s, self._tbt_slo_s(request), self._batches(), request.priority, now, late=False)
+        batches = self._batches()
+        tbt_s *= admission.correction(batches)
+        return admission.decode(tbt_s, self._tbt_slo_s(request), batches, request.priority, now, late=False)
 
     def _tbt_slo_s(self, request: Request) -> float:
         return request.tbt_slo_s if request.tbt_slo_s is not None else self.admission.tbt_slo_s

@@ -168,12 +168,10 @@ class Prefixes:
         self.withdraw(request)
         self.expire(now)
         holder = self._holders.get(name)
-        if holder is None or not keys:
+        if holder is None or not 0 < len(keys) <= self.max_keys:
             return
         while self._by_time and self._expected_count + len(keys) > self.max_keys:
             self._drop(self._by_time.popleft())
-        if len(keys) > self.max_keys:
-            return
         expected = _Expected(request, tuple(keys), holder.slot, now + self.speculative_s)
         mark = bit(holder.slot, DEVICE)
         soon = self._expected

@@ -202,7 +202,6 @@ class _Job:
     prefill_s: float = 0.0
     occupied_s: float = 0.0
     ready_at: float = 0.0
-    sharing: dict[str, int] = field(default_factory=dict)
 
 
 class _Store:
@@ -234,7 +233,8 @@ class _Batch:
 
     def __init__(self, cost: DecodeCost) -> None:
         self._cost = cost
-        self._ends: list[tuple[float, str, int, int]] = []
+        self._ends: list[tuple[float, str, int]] = []
+        """Tokens at which each ends, request, KV tokens."""
         self._done = 0.0
         """Tokens that each would have gained if it had been here from the start."""
         self._as_of = 0.0
@@ -251,13 +251,13 @@ class _Batch:
 
     def join(self, request: str, kv_tokens: int, output_tokens: int, now: float) -> None:
         self.advance(now)
-        heapq.heappush(self._ends, (self._done + max(1, output_tokens), request, kv_tokens, output_tokens))
+        heapq.heappush(self._ends, (self._done + max(1, output_tokens), request, kv_tokens))
         self._kv_tokens += kv_tokens
         self.version += 1
 
     def pop(self, now: float) -> str:
         self.advance(now)
-        end, request, kv_tokens, _ = heapq.heappop(self._ends)
+        end, request, kv_tokens = heapq.heappop(self._ends)
         self._done = max(self._done, end)
         self._kv_tokens -= kv_tokens
         self.version += 1
