@@ -10,7 +10,7 @@ READY := $(VENV)/.stamps/ready
 
 help:
 	@echo "make demo        two SGLang servers (CPU) share one KV-cache pool on this machine; KEEP=1 leaves them running"
-	@echo "                 PD=1: a prefill and a decode server behind a router instead, several chats, with a plot; 12 minutes"
+	@echo "                 PD=1: a prefill and a decode server behind a router instead, several chats, with a plot; 6 minutes"
 	@echo "make test        the tests, some with real SGLang servers: under 30 minutes on two cores"
 	@echo "                 PYTEST_ARGS='-m \"not e2e and not slow\"' leaves those out"
 	@echo "make test-all    lint, wheel, then every test: more model families, SGLang releases and administrators"

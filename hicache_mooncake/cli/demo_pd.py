@@ -135,7 +135,9 @@ class PdDemo:
         with self._stage.steps.step("warm up"):
             ask(chat.document("warm up", DOCUMENT_SENTENCES))
         flush()
-        runs = [self._hold(NOTHING, chat, ask, before_each=flush), self._hold(HICACHE, chat, ask)]
+        runs = [self._hold(NOTHING, chat, ask, before_each=flush)]
+        flush()
+        runs.append(self._hold(HICACHE, chat, ask))
         # Under a name of its own the prefill server finds what it has written itself, and nothing of the decode server.
         for name, identity in ((PROMPTS, {"model_id": "prompts only"}), (POOL, {})):
             flush()
