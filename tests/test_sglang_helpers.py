@@ -222,6 +222,7 @@ class FakeSglang(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     broken = False
+    dies = False
     waits_for_abort = False
     bodies: ClassVar[list[dict[str, object]]] = []
 
@@ -243,6 +244,9 @@ class FakeSglang(http.server.BaseHTTPRequestHandler):
         for ids, pause_s in (((5,), 0.0), ((5, 6), 0.4)):
             time.sleep(pause_s)
             self._chunk(b"data: " + json.dumps({"output_ids": ids, "text": "t", "meta_info": meta}).encode() + b"\n\n")
+        if self.dies:
+            self.close_connection = True
+            return
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
 
@@ -265,7 +269,7 @@ class FakeSglang(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def fake_url() -> Iterator[str]:
-    FakeSglang.broken = FakeSglang.waits_for_abort = False
+    FakeSglang.broken = FakeSglang.dies = FakeSglang.waits_for_abort = False
     FakeSglang.bodies.clear()
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeSglang)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -288,6 +292,12 @@ def test_an_answer_carries_ids_tiers_and_the_time_of_the_first_token(fake_url: s
 def test_an_error_of_the_server_names_the_url_and_the_status(fake_url: str) -> None:
     FakeSglang.broken = True
     with pytest.raises(servers.ServerError, match=r"/generate answered 503"):
+        servers.generate(fake_url, range(10))
+
+
+def test_an_answer_that_ends_in_the_middle_is_none(fake_url: str) -> None:
+    FakeSglang.dies = True
+    with pytest.raises(servers.ServerError, match=r"/generate failed after"):
         servers.generate(fake_url, range(10))
 
 

@@ -12,9 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
+
+    Numbers = np.ndarray[Any, np.dtype[Any]]
+    Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 BLOCK = 4096
 """Bodies begin at multiples of it, and take whole ones: as direct I/O wants it, and as they lie in DRAM."""
@@ -23,8 +27,6 @@ LEAST_SEGMENTS = 8
 """Emptying one must not cost much of what there is."""
 LEAST_BYTES = 64 << 20
 _KEPT_SHARE = 0.5
-Numbers = np.ndarray[Any, np.dtype[Any]]
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 _GROWN = 16
 
 
@@ -161,6 +163,8 @@ class Layout:
 
     def holds_each(self, offsets: Numbers, lengths: Numbers, fillings: Numbers) -> Mask:
         """`holds` of many bodies. May be called beside a writer."""
+        import numpy as np  # movers read the file too, and have no use for it
+
         used: Numbers = np.zeros(self.segments + 1, np.uint64)
         filling: Numbers = np.zeros(self.segments + 1, np.uint32)
         for segment in list(self._filled.values()):

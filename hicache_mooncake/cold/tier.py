@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lmdb
 import numpy as np
@@ -27,12 +28,15 @@ import xxhash
 from hicache_mooncake.cold import directory as places
 from hicache_mooncake.cold.asked import Asked
 from hicache_mooncake.cold.index import DAMAGE, Index, Key, Place, Records, map_bytes_for
-from hicache_mooncake.cold.layout import LEAST_SEGMENTS, Layout, Mask, Segment, blocks, segment_bytes_for, suits
+from hicache_mooncake.cold.layout import LEAST_SEGMENTS, Layout, Segment, blocks, segment_bytes_for, suits
 from hicache_mooncake.cold.pages_file import ColdError, PagesFile
 from hicache_mooncake.cold.patience import Newest, Patience
 from hicache_mooncake.cold.reading import Bodies, Reader
 from hicache_mooncake.keys import checksum_seed
 from hicache_mooncake.quiet import QuietLog
+
+if TYPE_CHECKING:
+    from hicache_mooncake.cold.layout import Mask
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, IncompleteRead
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -442,7 +442,10 @@ def _admin(url: str, body: Mapping[str, object] | None, timeout_s: float, key: s
 
 
 def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream."""
+    """The JSON objects of a server-sent event stream. Raises `IncompleteRead` when it just ends, as that of a killed server."""
     for line in response:
-        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+        if line.startswith(b"data: [DONE]"):
+            return
+        if line.startswith(b"data: "):
             yield json.loads(line[6:])
+    raise IncompleteRead(b"")
