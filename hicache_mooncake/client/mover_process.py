@@ -21,7 +21,9 @@ from hicache_mooncake.wire import Soon, Wire, WireClosed, WireTimeout
 log = logging.getLogger(__name__)
 
 _from_mover = p.decoder(p.FromMover)
-START_S = 15.0
+START_S = 60.0
+"""For the first start, while the engine starts too, and all of its ranks load their weights."""
+_RESTART_S = 15.0
 _RESTART_FIRST_S, _RESTART_MAX_S = 0.1, 5.0
 _FENCE_S = 5.0
 _STORE_FENCE_S = 0.1
@@ -143,7 +145,7 @@ class MoverProcess:
             try:
                 with self._lock, contextlib.suppress(MoverUnavailable):
                     if self._attach is not None and self._wire is None:
-                        self._start(time.monotonic() + START_S)
+                        self._start(time.monotonic() + _RESTART_S)
             finally:
                 self._starting = False
 
