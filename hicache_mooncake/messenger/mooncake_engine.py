@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -146,6 +147,8 @@ class TransferEngine:
         return 0
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # its threads do not run any more, whatever locks they hold; the process's end is the fence
+            return
         with contextlib.suppress(Exception):
             self.close()
 
