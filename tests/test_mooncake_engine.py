@@ -651,6 +651,24 @@ def test_unprivileged_processes_share_anonymous_memory_unless_the_kernel_forbids
         far.communicate("\n\n")
 
 
+ENDING = """
+import ctypes
+from hicache_mooncake.messenger.mooncake_engine import TransferEngine
+engine, other, memory = TransferEngine(), TransferEngine(), ctypes.create_string_buffer(100)
+for each in (engine, other):
+    assert each.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+here, there = ctypes.addressof(memory), ctypes.addressof(memory) + 50
+assert engine.register_memory(here, 50) == other.register_memory(there, 50) == 0
+assert engine.transfer_sync_write(f"127.0.0.1:{other.get_rpc_port()}", here, there, 50) == 0
+assert engine._engine.peers[0]._closing.acquire()
+"""
+
+
+def test_a_process_ends_whatever_locks_the_engines_threads_hold() -> None:
+    """At its end they do not run any more, and would never give them back."""
+    subprocess.run([sys.executable, "-c", ENDING], env=environment(), check=True, timeout=60)
+
+
 # --------------------------------------------------------------------------- memory of GPUs
 
 
