@@ -131,13 +131,18 @@ def test_what_lies_on_the_disk_stays_there_as_long(start_node: StartNode, start_
     node = start_node("a", "16MiB", (), cold)
     decode, other = start_rank(node, PROMISE_S), start_rank(node)
     pages, others = hashes(*range(16)), hashes(*range(100, 116))
-    other.store(NS, pages)
-    other.store(NS, others)
+    stored(other, pages)
+    stored(other, others)
+    total = 2
 
     def churn(name: object, mib: int) -> None:
-        """So many pages come to the disk."""
+        """So many pages come to the disk, and none leaves DRAM before it is there."""
+        nonlocal total
         for number in range(mib):
             stored(other, [page_hash((name, number, i)) for i in range(16)])
+            total += 1
+            due = (total - 14) * MIB
+            wait_until(lambda: int(report_of(other)["cold_written_bytes"]) >= due, 60, "the disk keeps up")  # noqa: B023
             wait_until(lambda: int(report_of(other)["used_bytes"]) <= 0.95 * 16 * MIB, 60, "room again")
 
     churn("first", 20)
