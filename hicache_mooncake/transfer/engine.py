@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -319,21 +319,19 @@ class TransferEngine:
         `connect` tries it at once. Raises TransportError, and ValueError for an address that is none."""
         self._check_contact(address)
         self._meet(address, deadline)[1].close()
-        with self._lock:
-            target = self._targets.get(address)
-        if target is not None and target.lock.acquire(blocking=False):
-            try:
-                target.breaker.succeeded()
-            finally:
-                target.lock.release()
+        self._tell_breaker(address, Breaker.succeeded)
 
     def leave_alone(self, address: str) -> None:
         """A transfer with it has failed: `connect` leaves it alone for a while, and so do those who wait for one."""
+        self._tell_breaker(address, Breaker.failed)
+
+    def _tell_breaker(self, address: str, what: Callable[[Breaker], None]) -> None:
+        """Unless somebody is connecting, who will see by himself."""
         with self._lock:
             target = self._targets.get(address)
         if target is not None and target.lock.acquire(blocking=False):
             try:
-                target.breaker.failed()
+                what(target.breaker)
             finally:
                 target.lock.release()
 
