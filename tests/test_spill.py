@@ -409,6 +409,25 @@ def test_a_page_that_is_used_while_it_moves_stays(change: str) -> None:
     cluster.validate()
 
 
+def test_a_node_that_ends_gives_its_hottest_pages_to_a_newcomer_too() -> None:
+    """Which takes a page at a time at first: nothing colder is given before them."""
+    cluster = Cluster()
+    a, _ = cluster.add("a", 1000 * PAGE), cluster.add("b", 400 * PAGE, age_s=0.01 * RAMP_S)
+    pages = names(800)
+    for page in pages:
+        cluster.write("a", [page])
+    a.draining = True
+    a.placement.update(cluster.rooms("a"), cluster.now)
+    while cluster.give("a"):
+        pass
+    assert len(cluster.pushed) > 64, "so many pushes"
+    there = [cluster.where(page) == ["a", "b"] for page in reversed(pages)]
+    count = there.count(True)
+    assert count > 256, "more than a batch"
+    assert all(there[:count])
+    cluster.validate()
+
+
 def test_a_batch_is_bounded() -> None:
     cluster = Cluster()
     cluster.add("a", 4000 * PAGE)

@@ -23,7 +23,7 @@ BATCH_BYTES = 64 << 20
 BATCH_PAGES = 256
 ASK_TIMEOUT_S = 0.5
 _TRIES = 8
-"""Nodes that a batch of a node that ends is offered to."""
+"""How often in a row nobody has taken anything of a batch of a node that ends, until it is given up."""
 MAX_HANDED_OVER = 65_536
 """Pages that a node that ends would hand over if it had the time."""
 
@@ -120,14 +120,14 @@ class Spill:
         held = yield from self._held_elsewhere(batch)
         keep = [page for page in batch if held is None or page.hash not in held]
         handed_over = 0
-        for _ in range(_TRIES):
+        tries = 0
+        while keep and tries < _TRIES:
             moved = yield from self._give(owner, keep, now, hot=True)
+            tries = 0 if moved else tries + 1
             handed_over += len(moved)
             self.counts.handed_over_bytes += sum(part.length for _, parts in moved for part in parts)
             there = {page for page, _ in moved}
             keep = [page for page in keep if page not in there]
-            if not keep:
-                break
         self.counts.handed_over += handed_over
         return len(batch) if handed_over or not keep else 0
 
