@@ -305,10 +305,35 @@ def replay_command(
     threshold: Annotated[float, typer.Option(help="Fetch what makes the prefix longer than this many times.", min=1)] = 1.3,
     prefetch: Annotated[bool, typer.Option("--prefetch", help="Pages travel while a request waits, as in SGLang.")] = False,
     noise: Annotated[float, typer.Option(help="How far prefill times are off the model's, 0.2 for about 20 %.", min=0)] = 0.0,
+    through_pool: Annotated[
+        bool,
+        typer.Option("--through-pool", help="Through real store nodes, a small page for each of the trace."),
+    ] = False,
+    nodes: Annotated[list[int] | None, typer.Option(help="Store nodes of --through-pool; repeat it.", min=1, max=64)] = None,
+    capacity: Annotated[
+        list[float] | None, typer.Option(help="Millions of tokens that each of them has room for; repeat it.", min=0.001)
+    ] = None,
+    eviction: Annotated[list[str] | None, typer.Option(help="Their eviction; repeat it to compare.")] = None,
+    watermarks: Annotated[bool, typer.Option("--watermarks", help="They evict ahead of need, as nodes do by default.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Charts go there: FILE.png, or .svg where matplotlib is missing.")] = None,
     json: Json = False,
 ) -> None:
-    """Replay a trace of requests through the conductor's decisions, in simulated time."""
+    """Replay a trace of requests through the conductor's decisions, in simulated time, or through a real pool."""
+    if through_pool:
+        from hicache_mooncake.cli.replay_pool import run_pool_replay
+
+        raise typer.Exit(
+            run_pool_replay(
+                trace,
+                nodes or [1],
+                capacity or [3.0, 20.0, 50.0],
+                eviction or ["lru"],
+                requests,
+                plot,
+                watermarks=watermarks,
+                as_json=json,
+            )
+        )
     from hicache_master.conductor.replay import Setup
 
     from hicache_mooncake.cli.replay import run_replay

@@ -66,14 +66,15 @@ class MasterProcess(_PoolProcess):
 
 class NodeProcess(_PoolProcess):
     """One store node, as if on a host of its own. Stopped or killed and started again, it has the same name, socket and
-    addresses, and no pages but those of its cold tier. `args`: further options of the command line."""
+    addresses, and no pages but those of its cold tier. Without a master it is alone. `args`: further options of the command
+    line."""
 
     def __init__(
         self,
         name: str,
         *,
         socket_path: Path,
-        master: MasterProcess,
+        master: MasterProcess | None,
         log: Path,
         dram: str = DRAM,
         args: Sequence[str] = (),
@@ -82,7 +83,8 @@ class NodeProcess(_PoolProcess):
         self.metrics_port = free_port()
         command = [
             *(*_COMMAND, "node", "--name", name, "--host-id", name, "--dram", dram, "--socket", str(socket_path)),
-            *("--listen", f"{HOST}:{free_port()}", "--metrics", f"{HOST}:{self.metrics_port}", "--master", master.address),
+            *("--listen", f"{HOST}:{free_port()}", "--metrics", f"{HOST}:{self.metrics_port}"),
+            *(("--master", master.address) if master is not None else ()),
             *args,
         ]
         super().__init__(name, command, log=log, env=own_environment())
