@@ -13,7 +13,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from hicache_mooncake.testing.fake_engine import FakeEngine, FakeEngineSettings, Fault
+from hicache_mooncake.testing.fake_engine import FakeEngine
+from hicache_mooncake.testing.fake_engine_settings import FakeEngineSettings, Fault
 from hicache_mooncake.testing.fake_pages import PageCache, pages_of
 from tests.conftest import START_S
 
