@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ import zmq.asyncio
 from hicache_mooncake.testing.fake_engine import FakeEngine
 from hicache_mooncake.testing.fake_engine_settings import FakeEngineSettings, Fault
 from hicache_mooncake.testing.fake_pages import PageCache, pages_of
+from hicache_mooncake.testing.fake_tokenizer import words, write_tokenizer
 from tests.conftest import START_S
 
 PAGE = 16
@@ -75,10 +77,27 @@ def test_the_next_turn_finds_the_answer_too() -> None:
     async def scenario(session: aiohttp.ClientSession) -> None:
         async with FakeEngine(SETTINGS) as engine:
             text = "x" * (2 * PAGE)
-            params = {"max_new_tokens": 2 * PAGE}
+            params = {"max_new_tokens": 2 * PAGE + 1}  # the last one's KV is never computed
             answer = await ask(session, engine, {"text": text, "sampling_params": params})
             turn = await ask(session, engine, {"text": text + answer["text"] + "and then?", "sampling_params": params})
             assert turn["meta_info"]["cached_tokens"] == 4 * PAGE
+
+    run(scenario)
+
+
+def test_the_next_turn_of_a_chat_finds_the_answer_with_a_tokenizer_too(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        settings = FakeEngineSettings(page_size=PAGE, tokenizer=str(write_tokenizer(tmp_path)))
+        async with FakeEngine(settings) as engine:
+            messages = [{"role": "user", "content": words(1, 40)}]
+            chat = {"messages": messages, "max_tokens": 4 * PAGE}
+            answer = await ask(session, engine, chat, "/v1/chat/completions")
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "and then?"}]
+            turn = await ask(session, engine, chat, "/v1/chat/completions")
+            known = (answer["usage"]["total_tokens"] - 1) // PAGE * PAGE
+            assert turn["usage"]["prompt_tokens_details"]["cached_tokens"] == known
 
     run(scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-_LETTERS = b"abcdefghijklmnopqrstuvwxyz     ."
+Vocabulary = Sequence[tuple[int, str]]
+"""Tokens that answers are made of, each with its text."""
+LETTERS: Vocabulary = [(byte, chr(byte)) for byte in b"abcdefghijklmnopqrstuvwxyz     ."]
+"""Of an engine without a tokenizer: their text, tokenized again, is the same tokens."""
 Body = Mapping[str, Any]
 FinishReason = Literal["length", "abort"]
 
@@ -32,25 +36,25 @@ class Job:
     usage: bool
     """Whether a stream ends with one."""
     cache_report: bool
-    answer: bytes = b""
-    """A letter a token, so that its text, tokenised again, is the same tokens."""
+    answer: Sequence[tuple[int, str]] = ()
     done: int = 0
     cached: int = 0
     finish: FinishReason = "length"
     created: int = field(default_factory=lambda: int(time.time()))
 
     def text(self, start: int = 0) -> str:
-        return self.answer[start : self.done].decode()
+        text = "".join(piece for _, piece in self.answer[start : self.done])
+        return text if start else text.lstrip()
+
+    def ids(self) -> list[int]:
+        return [token for token, _ in self.answer[: self.done]]
 
 
-def answer_of(tokens: Sequence[int], count: int) -> bytes:
+def answer_of(tokens: Sequence[int], count: int, vocabulary: Vocabulary) -> list[tuple[int, str]]:
     """What is answered to a prompt: always the same, and different for different prompts."""
     digest = hashlib.sha256(array("I", tokens).tobytes()).digest()
-    out = bytearray()
-    while len(out) < count:
-        out += bytes(_LETTERS[byte & 31] for byte in digest)
-        digest = hashlib.sha256(digest).digest()
-    return bytes(out[:count])
+    chosen = random.Random(digest)
+    return chosen.choices(vocabulary, k=count)
 
 
 def bytes_as_tokens(text: str) -> list[int]:
@@ -127,7 +131,7 @@ class Generate(Form):
         ended = job.done >= job.wanted or job.finish == "abort"
         return {
             "text": job.text(),
-            "output_ids": list(job.answer[: job.done]),
+            "output_ids": job.ids(),
             "meta_info": {
                 "id": job.rid,
                 "finish_reason": _finish(job) if ended else None,

@@ -26,9 +26,12 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
-from hicache_mooncake.testing.fake_answers import FORMS, BadRequest, Form, Job, answer_of, bytes_as_tokens, chat_text
+from hicache_mooncake.testing.fake_answers import FORMS, LETTERS, BadRequest, Form, Job, answer_of, bytes_as_tokens, chat_text
 from hicache_mooncake.testing.fake_engine_settings import FakeEngineSettings, FakeStats, Fault, model_info, server_info
 from hicache_mooncake.testing.fake_pages import EventPublisher, PageCache, pages_of
+from hicache_mooncake.testing.fake_tokenizer import FolderTokenizer
+
+__all__ = ["FakeEngine", "FakeEngineSettings", "FakeStats", "Fault"]
 
 MEET_S = 300.0
 """How long one half of a disaggregated request waits for the other, as SGLang does."""
@@ -76,7 +79,7 @@ class FakeEngine:
         self._rooms: dict[int, _Room] = {}
         self._runner: web.AppRunner | None = None
         self._bootstrap: asyncio.Server | None = None
-        self._tokenizer: Any = None
+        self._tokenizer: FolderTokenizer | None = None
 
     @property
     def url(self) -> str:
@@ -94,9 +97,7 @@ class FakeEngine:
         self.stats, self.cache, self._started = FakeStats(), PageCache(settings.cache_pages), time.time()
         self._queue, self._jobs, self._rooms = asyncio.Lock(), {}, {}
         if settings.tokenizer:
-            from transformers import AutoTokenizer
-
-            self._tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
+            self._tokenizer = FolderTokenizer(Path(settings.tokenizer))
         if settings.kv_events:
             port, replay_port = self._event_ports
             self.events = EventPublisher(settings.host, port=port, replay_port=replay_port)
@@ -263,18 +264,15 @@ class FakeEngine:
             raise BadRequest(f"Duplicate request ID detected: {rid}")
         model = str(body.get("model") or self.settings.model)
         job = Job(rid, model, tokens, wanted, form.wants_usage(body), self.settings.cache_report)
-        job.answer = answer_of(tokens, wanted)
+        job.answer = answer_of(tokens, wanted, LETTERS if self._tokenizer is None else self._tokenizer.words)
         self._jobs[rid] = _Running(job, _current())
         return job
 
     def _tokenize(self, text: str) -> Sequence[int]:
-        return bytes_as_tokens(text) if self._tokenizer is None else list(self._tokenizer.encode(text))
+        return bytes_as_tokens(text) if self._tokenizer is None else self._tokenizer.text(text)
 
     def _chat_tokens(self, messages: Sequence[Any]) -> Sequence[int]:
-        if self._tokenizer is None:
-            return bytes_as_tokens(chat_text(messages))
-        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return bytes_as_tokens(chat_text(messages)) if self._tokenizer is None else self._tokenizer.chat(messages)
 
     async def _answer(
         self, form: Form, request: web.Request, job: Job, body: dict[str, Any], fault: Fault | None
@@ -325,7 +323,7 @@ class FakeEngine:
                 await asyncio.sleep(self.settings.decode_token_s * (job.done - start))
             yield start
         if self.settings.mode != "prefill":
-            await self._keep([*job.tokens, *job.answer], body)
+            await self._keep([*job.tokens, *job.ids()[:-1]], body)
 
     async def _prefill(self, job: Job, body: dict[str, Any]) -> None:
         stats, settings = self.stats, self.settings
@@ -349,7 +347,7 @@ class FakeEngine:
 
     def _pages(self, tokens: Sequence[int], body: dict[str, Any]) -> list[Any]:
         return pages_of(
-            tokens, self.settings.page_size, extra_key=body.get("extra_key"), cache_salt=body.get("cache_salt") or None
+            tokens, self.settings.page_size, extra_key=body.get("extra_key") or None, cache_salt=body.get("cache_salt") or None
         )
 
     async def _keep(self, tokens: Sequence[int], body: dict[str, Any]) -> None:

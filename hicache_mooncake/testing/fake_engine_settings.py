@@ -19,7 +19,7 @@ class FakeEngineSettings:
     model: str = "fake"
     model_path: str = "fake/model"
     tokenizer: str = ""
-    """A folder with a tokenizer that transformers can load; without one, a token is a byte."""
+    """A folder with tokenizer.json and a chat template (`fake_tokenizer`); without one, a token is a byte."""
     page_size: int = 64
     cache_pages: int = 16_384
     context_tokens: int = 131_072
