@@ -15,7 +15,7 @@ from hicache_mooncake.client.batch import Batch
 from hicache_mooncake.client.cold_reads import ColdReads
 from hicache_mooncake.cold.layout import blocks
 from hicache_mooncake.cold.pages_file import scratch
-from hicache_mooncake.cold.reading import Results
+from hicache_mooncake.cold.reading import Groups
 from hicache_mooncake.testing.local import page_hash, pattern
 from hicache_mooncake.transfer.mapping import Mapping, create_memfd
 from hicache_mooncake.transfer.memory import MappedMemory
@@ -29,25 +29,32 @@ UNTOUCHED = b"\xaa" * SIZE
 
 
 class FakeReader:
-    """Gives what is on the `disk` (offset -> body or error); from the first that is not there on it gives None."""
+    """Gives what is on the `disk` (offset -> body or error), up to `together` bodies in one piece of memory, as if they were
+    neighbours that were written last one first; from the first that is not there on it gives None."""
 
-    def __init__(self, disk: dict[int, bytes | OSError]) -> None:
+    def __init__(self, disk: dict[int, bytes | OSError], together: int = 1) -> None:
         self.disk = disk
+        self.together = together
         self.open = 0
 
-    def read(self, wanted: Sequence[tuple[int, int]], deadline: float) -> Results:
+    def groups(self, wanted: Sequence[tuple[int, int]], deadline: float) -> Groups:
         self.open += 1
-        buffer = scratch(blocks(SIZE))
+        buffer = scratch(blocks(SIZE) * self.together)
         late = False
         try:
-            for offset, length in wanted:
-                body = self.disk.get(offset)
-                late |= body is None
-                if late or isinstance(body, OSError):
-                    yield None if late else body  # type: ignore[misc]
+            for first in range(0, len(wanted), self.together):
+                some = wanted[first : first + self.together]
+                bodies = [self.disk.get(offset) for offset, _ in some]
+                late |= None in bodies
+                error = next((body for body in bodies if isinstance(body, OSError)), None)
+                places = [blocks(SIZE) * number for number in range(len(some))][::-1]
+                if late or error:
+                    yield None if late else error, places
                     continue
-                buffer[:length] = body
-                yield buffer  # one for all: good until the next is asked for
+                for place, body in zip(places, bodies, strict=True):
+                    assert isinstance(body, bytes)
+                    buffer[place : place + len(body)] = body
+                yield buffer, places  # one for all: good until the next is asked for
                 buffer[:] = b"\xee" * len(buffer)
         finally:
             self.open -= 1
@@ -70,9 +77,9 @@ class Engine:
         numbers = array("q", range(COUNT)).tobytes()
         return Batch(p.Transfer("load", NS, b"".join(self.hashes), [p.Run(base, SIZE, SIZE)], numbers, 1.0))
 
-    def disk(self, changed: dict[int, bytes | OSError | None] | None = None) -> FakeReader:
+    def disk(self, changed: dict[int, bytes | OSError | None] | None = None, together: int = 1) -> FakeReader:
         there = dict(enumerate(self.bodies)) | (changed or {})
-        return FakeReader({4096 * i: body for i, body in there.items() if body is not None})
+        return FakeReader({4096 * i: body for i, body in there.items() if body is not None}, together)
 
     def located(self, status: Sequence[int]) -> ColdReads:
         rooms = [i * SIZE for i, each in enumerate(status) if each == p.READ_ON]
@@ -120,6 +127,25 @@ def test_pages_are_copied_to_the_engine_and_those_that_are_to_stay_to_the_segmen
     assert engine.turns == 2, "others get their turn after each"
 
 
+def test_neighbours_are_copied_each_to_its_own_place(engine: Engine) -> None:
+    reads = engine.located([p.READ_ON, p.READ, p.READ_ON, p.READ])
+    engine.load(reads, engine.disk(together=3))
+    assert engine.ok == b"\x01" * COUNT
+    assert all(engine.has(engine.pages, i) for i in range(COUNT))
+    assert [engine.has(engine.segment, i) for i in range(COUNT)] == [True, False, True, False]
+    assert engine.turns == 2
+
+
+def test_one_page_that_the_engine_does_not_take_is_no_matter_of_its_neighbours(engine: Engine) -> None:
+    numbers = array("q", [0, 1, COUNT, 3]).tobytes()
+    engine.batch = Batch(p.Transfer("load", NS, b"".join(engine.hashes), [p.Run(BASE, SIZE, SIZE)], numbers, 1.0))
+    reads = engine.located([p.READ_ON] * COUNT)
+    engine.load(reads, engine.disk(together=4))
+    assert engine.ok == bytes([1, 1, 0, 1])
+    assert {i: doubt.why for i, doubt in reads.failed.items()} == {2: "engine_memory"}
+    assert reads.commit() == p.Commit(7, b"\x01\x01\x00\x01", engine.checksums)
+
+
 def test_a_batch_without_cold_pages_commits_nothing(engine: Engine) -> None:
     reads = engine.located([p.LOCAL] * COUNT)
     assert (reads.pages, reads.commit()) == ([], None)
@@ -151,13 +177,14 @@ def test_a_page_that_cannot_be_read_is_no_matter_of_the_others(engine: Engine) -
     assert reads.commit() == p.Commit(7, b"\x01\x00\x01\x01", engine.checksums)
 
 
+@pytest.mark.parametrize("together", [1, 2, 4])
 @pytest.mark.parametrize("what", ["a bit", "another page", "zeros"])
-def test_what_is_damaged_counts_nowhere_and_its_place_is_told(engine: Engine, what: str) -> None:
+def test_what_is_damaged_counts_nowhere_and_its_place_is_told(engine: Engine, what: str, together: int) -> None:
     body = bytearray(engine.bodies[1])
     body[4321] ^= 1
     damaged = {"a bit": bytes(body), "another page": engine.bodies[2], "zeros": bytes(SIZE)}[what]
     reads = engine.located([p.READ_ON] * COUNT)
-    engine.load(reads, engine.disk({1: damaged}))
+    engine.load(reads, engine.disk({1: damaged}, together))
     assert engine.ok == bytes([1, 0, 1, 1])
     assert {i: doubt.why for i, doubt in reads.failed.items()} == {1: "checksum_cold"}
     assert reads.bad == [(engine.hashes[1], 4096)]

@@ -6,7 +6,6 @@ The disk never writes engine memory, nor the node's: a read that hangs in the ke
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,9 +13,9 @@ from typing import NamedTuple
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.batch import Batch
 from hicache_mooncake.client.remote import Doubt
-from hicache_mooncake.cold.reading import Reader, Results
+from hicache_mooncake.cold.reading import Groups, Reader
 from hicache_mooncake.transfer.mapping import Mapping
-from hicache_mooncake.transfer.memory import EngineMemory, EngineMemoryError
+from hicache_mooncake.transfer.memory import EngineMemory, Stretch
 
 
 class ColdPage(NamedTuple):
@@ -58,45 +57,42 @@ class ColdReads:
         between: Callable[[], None],
     ) -> None:
         """Read and copy them, into `segment` as well where there is room for them there and it is given; `between` is called
-        after each."""
-        with contextlib.closing(self._bodies(reader, batch.body_bytes, deadline)) as bodies:
-            for page, view in zip(self.pages, bodies, strict=True):
+        after each read."""
+        first = 0
+        with contextlib.closing(self._groups(reader, batch.body_bytes, deadline)) as groups:
+            for came, places in groups:
+                pages = self.pages[first : first + len(places)]
+                first += len(pages)
                 between()
-                reason = self._copy(page, view, memory, batch, deadline)
-                if reason:
-                    self.failed[page.number] = Doubt(reason, [])
+                if not isinstance(came, memoryview):
+                    why = "deadline" if came is None and time.monotonic() >= deadline else "cold_unreadable"
+                    self.failed.update((page.number, Doubt(why, [])) for page in pages)
                     continue
-                ok[page.number] = 1
-                self.loaded += 1
-                if page.room >= 0 and segment is not None and isinstance(view, memoryview):
-                    segment.view[page.room : page.room + batch.body_bytes] = view[: batch.body_bytes]
-                    self._stay[page.number] = True
+                group = batch.group([(page.number, place) for page, place in zip(pages, places, strict=True)])
+                copied = memory.load_pages(group, batch.layout, Stretch.of(came))
+                for page, place, arrived in zip(pages, places, copied, strict=True):
+                    if self._arrived(page, arrived, batch, ok) and page.room >= 0 and segment is not None:
+                        segment.view[page.room : page.room + batch.body_bytes] = came[place : place + batch.body_bytes]
+                        self._stay[page.number] = True
 
     def commit(self) -> p.Commit | None:
         """What has been copied into the segment, where there was room for some."""
         return p.Commit(self.txn, bytes(self._stay.values()), list(self._checksums.values())) if self._stay else None
 
-    def _bodies(self, reader: Reader | None, length: int, deadline: float) -> Results:
+    def _groups(self, reader: Reader | None, length: int, deadline: float) -> Groups:
         if reader is None:  # the connection to the node was lost meanwhile
-            yield from [None] * len(self.pages)
+            yield None, [0] * len(self.pages)
             return
-        with contextlib.closing(reader.read([(page.offset, length) for page in self.pages], deadline)) as bodies:
-            yield from bodies
+        with contextlib.closing(reader.groups([(page.offset, length) for page in self.pages], deadline)) as groups:
+            yield from groups
 
-    def _copy(
-        self, page: ColdPage, view: memoryview | BaseException | None, memory: EngineMemory, batch: Batch, deadline: float
-    ) -> str:
-        """Why it did not come; "" when it did."""
-        i = page.number
-        if not isinstance(view, memoryview):
-            return "deadline" if view is None and time.monotonic() >= deadline else "cold_unreadable"
-        body = view[: batch.body_bytes]
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        try:
-            arrived = memory.load(body, address, batch.addresses(i), batch.layout, batch.seed(i))
-        except EngineMemoryError:
-            return "engine_memory"
-        if arrived == page.checksum:
-            return ""
-        self.bad.append((p.select_hashes(batch.job.hashes, [i]), page.offset))
-        return "checksum_cold"
+    def _arrived(self, page: ColdPage, checksum: int | None, batch: Batch, ok: bytearray) -> bool:
+        """Whether all of it has come."""
+        if checksum == page.checksum:
+            ok[page.number] = 1
+            self.loaded += 1
+            return True
+        self.failed[page.number] = Doubt("engine_memory" if checksum is None else "checksum_cold", [])
+        if checksum is not None:
+            self.bad.append((p.select_hashes(batch.job.hashes, [page.number]), page.offset))
+        return False

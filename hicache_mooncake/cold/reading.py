@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from hicache_mooncake.cold.layout import blocks
-from hicache_mooncake.cold.pages_file import PagesFile, scratch
+from hicache_mooncake.cold.pages_file import PagesFile, huge_scratch
 
 DEPTH = 8
 """Reads under way at once."""
@@ -26,11 +26,16 @@ _BUFFER_BYTES = 64 << 20
 """Of all buffers of a call, where bodies are so large that there would be more; and of those that are kept."""
 _PATIENCE_S = 1.0
 """With a read whose caller went away early."""
+_WAITING = 4
+"""Reads beyond these that a call has ready: a thread that has read goes on by itself, whatever its caller copies just then."""
 _CALLS = 4
 """Whoever comes on top of them waits for its turn: each has buffers of its own."""
 
 Bodies = Generator[memoryview | None, None, None]
-Results = Generator[memoryview | BaseException | None, None, None]
+Came = memoryview | BaseException | None
+"""What has been read, or what went wrong, or nothing in time."""
+Results = Generator[Came, None, None]
+Groups = Generator[tuple[Came, list[int]], None, None]
 
 
 class Reader:
@@ -40,6 +45,7 @@ class Reader:
     def __init__(self, file: PagesFile, depth: int = DEPTH) -> None:
         self.file = file
         self._depth = depth
+        self._ahead = depth + _WAITING
         self._workers = _Workers(depth)
         self._turns = threading.BoundedSemaphore(_CALLS)
         self._lock = threading.Lock()
@@ -62,8 +68,18 @@ class Reader:
         """Bodies at these places (offset, length), in order, each in whole blocks. What went wrong for one that cannot be read,
         and None for all that have not come by the deadline, or when nothing has come for `patience_s`. A view is good until the
         next one is asked for. Whoever does not go through it closes it."""
+        with contextlib.closing(self.groups(wanted, deadline, patience_s)) as groups:
+            first = 0
+            for came, places in groups:
+                for place in places:
+                    size = blocks(wanted[first][1])
+                    first += 1
+                    yield came[place : place + size] if isinstance(came, memoryview) else came
+
+    def groups(self, wanted: Sequence[tuple[int, int]], deadline: float, patience_s: float = math.inf) -> Groups:
+        """The same for neighbours together: what has been read, and where in it each of the next bodies begins."""
         groups = _grouped(wanted)
-        ahead = max(2, min(self._depth, _BUFFER_BYTES // max((size for _, size, _ in groups), default=1)))
+        ahead = max(2, min(self._ahead, _BUFFER_BYTES // max((size for _, size, _ in groups), default=1)))
         under_way: deque[tuple[Future[None], memoryview]] = deque()
         begun = 0
         last = deadline
@@ -82,9 +98,7 @@ class Reader:
                 if isinstance(came, BaseException) and len(bodies) > 1:
                     yield from self._one_by_one(bodies, deadline)
                 else:
-                    for offset, length in bodies:
-                        first = offset - start
-                        yield came[first : first + blocks(length)] if isinstance(came, memoryview) else came
+                    yield came, [offset - start for offset, _ in bodies]
                 if isinstance(came, memoryview):
                     self._keep(came)
                 deadline = min(last, time.monotonic() + patience_s)
@@ -94,13 +108,13 @@ class Reader:
             if turn:
                 self._turns.release()
 
-    def _one_by_one(self, bodies: Sequence[tuple[int, int]], deadline: float) -> Results:
+    def _one_by_one(self, bodies: Sequence[tuple[int, int]], deadline: float) -> Groups:
         """Some of these neighbours cannot be read, and the others shall not suffer for it."""
         for offset, length in bodies:
             came = None
             if self._may_begin(deadline):
                 came = self._come(deque([self._begin(offset, blocks(length))]), deadline)
-            yield came[: blocks(length)] if isinstance(came, memoryview) else came
+            yield came, [0]
             if isinstance(came, memoryview):
                 self._keep(came)
 
@@ -131,12 +145,16 @@ class Reader:
                 if len(buffer) >= size:
                     del self._buffers[index]
                     return buffer
-        return scratch(max(size, READ_BYTES))
+        fresh = huge_scratch(size)
+        size = max(size, READ_BYTES)
+        if len(fresh) - size >= READ_BYTES:
+            self._keep(fresh[size:])
+        return fresh[:size]
 
     def _keep(self, buffer: memoryview) -> None:
         with self._lock:
             self._buffers.append(buffer)
-            while len(self._buffers) > self._depth or sum(map(len, self._buffers)) > _BUFFER_BYTES:
+            while len(self._buffers) > self._ahead or sum(map(len, self._buffers)) > _BUFFER_BYTES:
                 self._buffers.popleft()
 
     def _abandon(self, future: Future[None], buffer: memoryview, deadline: float) -> None:

@@ -155,6 +155,19 @@ class Group(NamedTuple):
     seeds: Sequence[int]
 
 
+class Stretch(NamedTuple):
+    """Memory that bodies are copied from or to, by offsets: as much of a `Mapping` as that takes, of any buffer."""
+
+    view: memoryview
+    address: int
+    length: int
+
+    @classmethod
+    def of(cls, view: memoryview) -> Stretch:
+        """Good as long as whoever has it keeps the view."""
+        return cls(view, ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
+
+
 Source = Callable[[list[memoryview]], int]
 """Receives into buffers, as many bytes as come before its deadline, and says how many: 0 when the peer has closed."""
 
@@ -177,7 +190,7 @@ class EngineMemory(Protocol):
         """`store` of several pages: each is copied when its checksum is asked for. None for one that raised EngineMemoryError,
         which is no matter of the others."""
 
-    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping | Stretch) -> Iterator[int | None]:
         """The same for `load`."""
 
     def receiving(
@@ -222,7 +235,7 @@ class _Common(abc.ABC):
 
         return _one_by_one(store, group, layout, segment)
 
-    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping | Stretch) -> Iterator[int | None]:
         def load(addresses: Sequence[int], body: memoryview, body_address: int, seed: int) -> int:
             return self.load(body, body_address, addresses, layout, seed)
 
@@ -230,7 +243,7 @@ class _Common(abc.ABC):
 
 
 def _one_by_one(
-    copy: Callable[[Sequence[int], memoryview, int, int], int], group: Group, layout: BodyLayout, segment: Mapping
+    copy: Callable[[Sequence[int], memoryview, int, int], int], group: Group, layout: BodyLayout, segment: Mapping | Stretch
 ) -> Iterator[int | None]:
     for offset, addresses, seed in zip(group.offsets, zip(*group.addresses, strict=True), group.seeds, strict=True):
         body = segment.view[offset : offset + layout.length]
@@ -383,7 +396,7 @@ class MappedMemory(_Common):
         _packed(back, part)[...] = pieces
         return back
 
-    def _steps(self, group: Group, layout: BodyLayout, segment: Mapping) -> list[list[_Step]] | None:
+    def _steps(self, group: Group, layout: BodyLayout, segment: Mapping | Stretch) -> list[list[_Step]] | None:
         """The parts of a group's pages, as in `gathered`. None for strided pages, and where a run is not in one region for all
         of them, or in none for some: then they are copied one by one."""
         if not 0 <= min(group.offsets) <= max(group.offsets) <= segment.length - layout.length:
@@ -414,7 +427,7 @@ class MappedMemory(_Common):
             return super().store_pages(group, layout, segment)
         return _storing(steps, segment.view, segment.address, group.offsets, group.seeds)
 
-    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping) -> Iterator[int | None]:
+    def load_pages(self, group: Group, layout: BodyLayout, segment: Mapping | Stretch) -> Iterator[int | None]:
         steps = self._steps(group, layout, segment)
         if steps is None:
             return super().load_pages(group, layout, segment)
