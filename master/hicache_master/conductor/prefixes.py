@@ -136,6 +136,12 @@ class Prefixes:
                 self.withdraw(request)
             self._dead.append(holder.slot)
 
+    def forget(self, name: str, incarnation: str) -> None:
+        """The holder has nothing any more, nor is anything expected of it; it stays, in this incarnation."""
+        if self._current(name, incarnation) is not None:
+            self.leave(name)
+            self.join(name, incarnation)
+
     def stored(self, name: str, incarnation: str, keys: Iterable[Key], tier: int) -> None:
         """The holder says that it has these pages in this tier."""
         holder = self._current(name, incarnation)
