@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from hicache_master.conductor.prefixes import DEVICE, HOST, Prefixes
-from hicache_master.router.kv_events import MAX_HELD, MAX_REPLAYS, EngineCache, EventSource, KvEventStream
+from hicache_master.router.event_stream import MAX_HELD, MAX_REPLAYS, EngineCache, KvEventStream
+from hicache_master.router.kv_events import EventSource
 
 NAME, LIFE, PAGE = "engine", "1", 16
 GPU, CPU = "GPU", "CPU_PINNED"
