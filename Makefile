@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions etcd rdma-vm demo test test-all test-rdma sim matrix failures lint bench bench-master bench-scale soak wheel clean distclean
+.PHONY: help venv versions etcd rdma-vm demo test test-all test-rdma sim matrix failures lint bench bench-master bench-router bench-scale soak wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make bench       what moves pages, against its ceilings; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares,"
 	@echo "                 and so do LMCACHE=PYTHON, one that has lmcache, and NIXL=PYTHON, one that has nixl"
 	@echo "make bench-master  the master's; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares with it"
+	@echo "make bench-router  what the router adds to a request and what it saves, beside sglang-router where that is installed"
 	@echo "make bench-scale   one shard of a cluster of 1,000 nodes: messages, bytes and CPU a second"
 	@echo "make failures    the tests of faults, and docs/failures.md from those that passed"
 	@echo "make soak        a cluster at full load for 20 minutes: does anything grow? BENCH_ARGS='--cold DIR': with cold tiers there,"
@@ -99,6 +100,9 @@ bench: $(READY)
 
 bench-master: $(READY)
 	@$(PY) -m benchmarks.master $(if $(MOONCAKE),--mooncake "$(MOONCAKE)") $(BENCH_ARGS)
+
+bench-router: $(READY)
+	@$(PY) -m benchmarks.router $(BENCH_ARGS)
 
 bench-scale: $(READY)
 	@$(PY) -m benchmarks.scale $(BENCH_ARGS)

@@ -208,15 +208,15 @@ def cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
-def save(rows: list[Row], name: str) -> Path:
-    """Keep what was printed, with the commit and the machine."""
+def provenance(name: str) -> dict[str, object]:
+    """Of a result: the commit and the machine."""
 
     def output(*command: str) -> str:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
         return ""
 
-    record = {
+    return {
         "benchmark": name,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": output("git", "rev-parse", "HEAD"),
@@ -227,8 +227,12 @@ def save(rows: list[Row], name: str) -> Path:
             "kernel": platform.release(),
             "python": platform.python_version(),
         },
-        "rows": [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows],
     }
+
+
+def save(rows: list[Row], name: str) -> Path:
+    """Keep what was printed, with the commit and the machine."""
+    record = provenance(name) | {"rows": [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows]}
     folder = ROOT / "benchmarks" / "results"
     folder.mkdir(exist_ok=True)
     path = folder / f"{name}.json"

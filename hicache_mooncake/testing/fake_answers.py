@@ -14,7 +14,7 @@ import msgspec
 
 Vocabulary = Sequence[tuple[int, str]]
 """Tokens that answers are made of, each with its text."""
-LETTERS: Vocabulary = [(byte, chr(byte)) for byte in b"abcdefghijklmnopqrstuvwxyz     ."]
+LETTERS: Vocabulary = [(byte, chr(byte)) for byte in b"abcdefghijklmnopqrstuvwxyz"]
 """Of an engine without a tokenizer: their text, tokenized again, is the same tokens."""
 Body = Mapping[str, Any]
 FinishReason = Literal["length", "abort"]
