@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hicache_mooncake import __version__
+from hicache_mooncake.cli.conductor import conductor_app
 
 if TYPE_CHECKING:
     from hicache_mooncake.config import Settings
@@ -439,6 +440,9 @@ def doctor_command(socket: Socket = None, json: Json = False, config: Config = N
     from hicache_mooncake.cli.doctor import run_doctor
 
     raise typer.Exit(run_doctor({"socket": socket, "config": config}, as_json=json))
+
+
+app.add_typer(conductor_app, name="conductor")
 
 
 def main() -> None:

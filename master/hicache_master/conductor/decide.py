@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -45,13 +45,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`decode` is "" in a cluster without decode engines. `tbt_s`: with this request in the batch."""
+    """`decode` is "" in a cluster without decode engines. `tbt_s`: with this request in the batch. `known_pages`: of the
+    prompt, from its head on, that somebody has or will soon have."""
 
     request: str
     prefill: Candidate
     fetches: tuple[Fetch, ...]
     decode: str
     tbt_s: float
+    known_pages: int = 0
 
 
 @dataclass
@@ -60,6 +62,8 @@ class _Prefill:
     store: str
     cost: PrefillCost
     queue: PrefillQueue = field(default_factory=PrefillQueue)
+    batch: DecodeBatch | None = None
+    """Of an engine that decodes what it prefills."""
 
 
 @dataclass(slots=True)
@@ -113,16 +117,24 @@ class Conductor:
         return len(self._unconfirmed) + len(self._confirmed)
 
     def add_prefill(
-        self, name: str, incarnation: str, now: float, store: str = "", cost: PrefillCost | None = None
+        self,
+        name: str,
+        incarnation: str,
+        now: float,
+        store: str = "",
+        cost: PrefillCost | None = None,
+        decodes: bool = False,
     ) -> list[str]:
         """An engine that computes prompts. `store`: the store node of its host. `cost`: its own, if it is not like the others.
+        `decodes`: it is no half of a pair, and answers as well.
 
         Returns the requests that an earlier incarnation had, as `remove` does. Raises ValueError when there are too many."""
         if not self.prefixes.join(name, incarnation) and name in self._prefills:
             return []
         lost = self.remove_prefill(name, now)
         self.prefixes.join(name, incarnation)
-        self._prefills[name] = _Prefill(name, store, cost or self.costs.prefill)
+        batch = DecodeBatch() if decodes else None
+        self._prefills[name] = _Prefill(name, store, cost or self.costs.prefill, batch=batch)
         return lost
 
     def add_decode(self, name: str) -> None:
@@ -131,7 +143,11 @@ class Conductor:
     def remove_prefill(self, name: str, now: float) -> list[str]:
         """It is gone, with what was queued there: returns those requests, which are in the books no more."""
         self.remove_store(name)
-        lost = [each.request.id for each in self._routed() if each.decision.prefill.engine == name and not each.prefilled]
+        lost = [
+            each.request.id
+            for each in self._routed()
+            if each.decision.prefill.engine == name and (not each.prefilled or each.decode == name)
+        ]
         for request in lost:
             self.failed(request, now)
         self._prefills.pop(name, None)
@@ -155,37 +171,62 @@ class Conductor:
 
     def batch(self, name: str) -> DecodeBatch:
         """For reading."""
-        return self._decodes[name]
+        return self._batch(name)
 
-    def route(self, request: Request, now: float) -> Decision | Rejection:
-        """Raises ValueError for an id that is in the books."""
+    def hopeless(self, request: Request, now: float, avoid: Container[str] = ()) -> Rejection | None:
+        """A rejection that `route` would come to whatever the pages of this prompt are: by the queues alone, as if all of it
+        were cached, and by the decode engines. `tokens` may be a lower bound. Nothing is noted."""
+        engines = [each for each in self._prefills.values() if each.name not in avoid]
+        if not engines:
+            return Rejection("no engine", math.inf, None)
+        if len(self) >= self._max_requests:
+            return Rejection("full", math.inf, None)
+        tokens = request.tokens
+        best = min(engines, key=lambda each: self._queue_s(each, now) + each.cost.seconds(tokens, tokens))
+        idle_s = best.cost.seconds(tokens, tokens)
+        candidate = Candidate(best.name, self._queue_s(best, now), 0, 0, 0.0, 0.0, idle_s, self._queue_s(best, now) + idle_s)
+        batches = self._batches(best, avoid)
+        tbt_s = self.admission.expected_tbt_s(batches, tokens, self.costs.decode, now + candidate.ttft_s) if batches else 0.0
+        spacing_s = best.cost.seconds(tokens, 0) / len(engines)
+        return self._admit(request, candidate, idle_s, spacing_s, tbt_s, batches, now)
+
+    def route(
+        self, request: Request, now: float, avoid: Container[str] = (), candidates: list[Candidate] | None = None
+    ) -> Decision | Rejection:
+        """`avoid`: engines that get nothing new now. `candidates` is given what each prefill engine would make of it, for those
+        who want to know. Raises ValueError for an id that is in the books."""
         if request.id in self._unconfirmed or request.id in self._confirmed:
             raise ValueError(f"request {request.id} was routed already")
         self.expire(now)
-        if not self._prefills:
+        engines = [each for each in self._prefills.values() if each.name not in avoid]
+        if not engines:
             return Rejection("no engine", math.inf, None)
         if len(self) >= self._max_requests:
             return Rejection("full", math.inf, None)
         matches = self.prefixes.match(request.keys, now)
         others = elsewhere(self.policy.sources, matches, self.costs)
-        candidates = [
-            evaluate(each.name, each.store, each.queue.seconds(now), request.tokens, matches, others, each.cost, self.costs)
-            for each in self._prefills.values()
+        found = [
+            evaluate(each.name, each.store, self._queue_s(each, now), request.tokens, matches, others, each.cost, self.costs)
+            for each in engines
         ]
-        chosen = self.policy.choose(candidates)
+        if candidates is not None:
+            candidates += found
+        chosen = self.policy.choose(found)
+        engine = self._prefills[chosen.engine]
         ends_at = now + chosen.ttft_s
-        decode, tbt_s = self._choose_decode(request.tokens, coming=True)
-        expected_s = (
-            self.admission.expected_tbt_s(self._batches(), request.tokens, self.costs.decode, ends_at) if decode else 0.0
-        )
-        rejection = self._admit(request, chosen, candidates, expected_s, now)
+        batches = self._batches(engine, avoid)
+        decode, tbt_s = self._choose_decode(request.tokens, coming=True, engine=engine, avoid=avoid)
+        expected_s = self.admission.expected_tbt_s(batches, request.tokens, self.costs.decode, ends_at) if decode else 0.0
+        idle_s = min(each.ttft_s - each.queue_s for each in found)
+        spacing_s = (chosen.ttft_s - chosen.queue_s) / len(found)
+        rejection = self._admit(request, chosen, idle_s, spacing_s, expected_s, batches, now)
         if rejection is not None:
             return rejection
         fetches = others.fetches(chosen.own_pages, chosen.pages) if chosen.pages > chosen.own_pages else ()
-        decision = Decision(request.id, chosen, fetches, decode, tbt_s)
-        self._prefills[chosen.engine].queue.add(request.id, chosen.ttft_s - chosen.queue_s, now)
+        decision = Decision(request.id, chosen, fetches, decode, tbt_s, matches.known_pages())
+        engine.queue.add(request.id, chosen.ttft_s - chosen.queue_s, now)
         if decode:
-            self._decodes[decode].expect(request.id, request.tokens, ends_at)
+            self._batch(decode).expect(request.id, request.tokens, ends_at)
         for fetch in fetches:
             self.costs.links.begin(fetch.holder)
         self.prefixes.touch(request.keys)
@@ -208,10 +249,13 @@ class Conductor:
             for fetch in routed.decision.fetches:
                 self.costs.links.end(fetch.holder)
 
-    def prefilled(self, request: str, now: float, cached_tokens: int = 0, seconds: float = 0.0) -> str | Rejection:
+    def prefilled(
+        self, request: str, now: float, cached_tokens: int = 0, seconds: float = 0.0, begun: bool = False
+    ) -> str | Rejection:
         """Its prompt has been computed, in `seconds` with so many tokens cached (0 where that is not known). Returns where it
         is decoded, which is where it was routed to, or another engine if there is no room there any more; or a rejection if
-        there is none anywhere, and it is in the books no more then. "" if it is not decoded, or unknown.
+        there is none anywhere, and it is in the books no more then. "" if it is not decoded, or unknown. `begun`: its decode
+        has begun where it was routed to, as in a pair of engines that were both asked at once; only the books change.
 
         Its pages count as expected for their time, or until `prefixes.withdraw` when the engine has reported them."""
         self.confirm(request, now)
@@ -229,17 +273,19 @@ class Conductor:
             del self._confirmed[request]
             return ""
         slo_s = self._tbt_slo_s(asked)
-        batch = self._decodes[routed.decode]
+        batch = self._batch(routed.decode)
         tbt_s = self.costs.decode.tbt_s(batch.running + 1, batch.running_tokens + asked.tokens)
-        if not self.admission.fits(tbt_s, slo_s, asked.priority):
-            better, tbt_s = self._choose_decode(asked.tokens, coming=False)
+        begun = begun or engine.batch is not None
+        if not begun and not self.admission.fits(tbt_s, slo_s, asked.priority):
+            better, tbt_s = self._choose_decode(asked.tokens, coming=False, engine=engine)
             batch.remove(request)
-            routed.decode, batch = better, self._decodes[better]
+            routed.decode, batch = better, self._batch(better)
         self.admission.came_true(routed.expected_tbt_s, tbt_s)
-        rejection = self.admission.decode(tbt_s, slo_s, self._batches(), asked.priority, now, late=True)
-        if rejection is not None:
-            self.failed(request, now)
-            return rejection
+        if not begun:
+            rejection = self.admission.decode(tbt_s, slo_s, self._batches(engine), asked.priority, now, late=True)
+            if rejection is not None:
+                self.failed(request, now)
+                return rejection
         batch.start(request, asked.tokens, now)
         return routed.decode
 
@@ -271,9 +317,11 @@ class Conductor:
         """For tests."""
         self.prefixes.validate()
         self.costs.links.validate()
+        batches = dict(self._decodes)
+        batches |= {each.name: each.batch for each in self._prefills.values() if each.batch is not None}
         waiting = dict.fromkeys(self._prefills, 0)
-        coming = dict.fromkeys(self._decodes, 0)
-        running = dict.fromkeys(self._decodes, 0)
+        coming = dict.fromkeys(batches, 0)
+        running = dict.fromkeys(batches, 0)
         for each in self._routed():
             if not each.prefilled:
                 waiting[each.decision.prefill.engine] += 1
@@ -282,7 +330,7 @@ class Conductor:
         for name, engine in self._prefills.items():
             engine.queue.validate()
             assert len(engine.queue) == waiting[name]
-        for name, batch in self._decodes.items():
+        for name, batch in batches.items():
             batch.validate()
             assert (batch.running, batch.coming) == (running[name], coming[name])
         for books in (self._unconfirmed, self._confirmed):
@@ -290,11 +338,23 @@ class Conductor:
             assert ends == sorted(ends)
         assert len(self) <= self._max_requests
 
-    def _choose_decode(self, tokens: int, coming: bool) -> tuple[str, float]:
+    def _queue_s(self, engine: _Prefill, now: float) -> float:
+        """Until it turns to a new prompt. One that decodes ends the step that it is in first: this spreads prompts that are
+        short, and answers that are long, over engines whose queues are empty."""
+        queue_s, batch = engine.queue.seconds(now), engine.batch
+        if batch is not None and batch.running + batch.coming:
+            running = batch.running + batch.coming, batch.running_tokens + batch.coming_tokens
+            queue_s += self.costs.decode.tbt_s(*running)
+        return queue_s
+
+    def _choose_decode(self, tokens: int, coming: bool, engine: _Prefill, avoid: Container[str] = ()) -> tuple[str, float]:
         """The one with the least TBT with this request, and this TBT; among equals the one with the fewest requests.
-        `coming`: those that are on their way to it are counted."""
+        `coming`: those that are on their way to it are counted. `engine`: where it is prefilled."""
         best, best_rank = "", (math.inf, 0)
-        for name, batch in self._decodes.items():
+        decodes = self._decodes if engine.batch is None else {engine.name: engine.batch}
+        for name, batch in decodes.items():
+            if name in avoid:
+                continue
             requests, held = batch.running, batch.running_tokens
             if coming:
                 requests, held = requests + batch.coming, held + batch.coming_tokens
@@ -304,26 +364,42 @@ class Conductor:
         return best, best_rank[0] if best else 0.0
 
     def _admit(
-        self, request: Request, chosen: Candidate, candidates: Sequence[Candidate], tbt_s: float, now: float
+        self,
+        request: Request,
+        chosen: Candidate,
+        idle_s: float,
+        spacing_s: float,
+        tbt_s: float,
+        batches: tuple[DecodeBatch, ...],
+        now: float,
     ) -> Rejection | None:
         admission = self.admission
         slo_s = request.ttft_slo_s if request.ttft_slo_s is not None else admission.ttft_slo_s
         usual = self._prefills[chosen.engine].cost.fit.ratio_quantile(admission.confidence)
-        work_s = chosen.ttft_s - chosen.queue_s
-        idle_s = min(each.ttft_s - each.queue_s for each in candidates)
         load = usual * chosen.ttft_s / slo_s
-        rejection = admission.prefill(load, slo_s, idle_s, work_s / len(candidates), request.priority, now)
-        if rejection is not None or not self._decodes or admission.mode == "baseline":
+        rejection = admission.prefill(load, slo_s, idle_s, spacing_s, request.priority, now)
+        if rejection is not None or not batches or admission.mode == "baseline":
             return rejection
-        batches = self._batches()
         tbt_s *= admission.correction(batches)
         return admission.decode(tbt_s, self._tbt_slo_s(request), batches, request.priority, now, late=False)
 
     def _tbt_slo_s(self, request: Request) -> float:
         return request.tbt_slo_s if request.tbt_slo_s is not None else self.admission.tbt_slo_s
 
-    def _batches(self) -> tuple[DecodeBatch, ...]:
-        return tuple(self._decodes.values())
+    def _batches(self, engine: _Prefill, avoid: Container[str] = ()) -> tuple[DecodeBatch, ...]:
+        """Where what this engine prefills may be decoded."""
+        if engine.batch is not None:
+            return (engine.batch,)
+        return tuple(batch for name, batch in self._decodes.items() if name not in avoid)
+
+    def _batch(self, name: str) -> DecodeBatch:
+        """Raises KeyError for one that does not decode."""
+        batch = self._decodes.get(name)
+        if batch is None:
+            batch = self._prefills[name].batch
+        if batch is None:
+            raise KeyError(name)
+        return batch
 
     def _routed(self) -> Iterator[_Routed]:
         return chain(self._unconfirmed.values(), self._confirmed.values())
@@ -343,4 +419,4 @@ class Conductor:
         if not routed.prefilled:
             self._prefills[decision.prefill.engine].queue.remove(request, now)
             self.prefixes.withdraw(request)
-        return self._decodes[routed.decode].remove(request) if routed.decode else None
+        return self._batch(routed.decode).remove(request) if routed.decode else None

@@ -56,6 +56,11 @@ class Matches:
     def length(self, tier: int, holder: str) -> int:
         return self.lengths[tier].get(holder, 0)
 
+    def known_pages(self) -> int:
+        """From the head on, that somebody has or will soon have."""
+        held = self.runs[-1].end if self.runs else 0
+        return max(held, *(max(lengths.values(), default=0) for lengths in self.lengths))
+
 
 @dataclass(slots=True)
 class _Holder:
