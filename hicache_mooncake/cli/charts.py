@@ -16,12 +16,13 @@ _LEAST = 1e-3
 
 @dataclass(frozen=True)
 class Lines:
-    """Of points (x, y); x on a logarithmic axis, y from 0 to 1."""
+    """Of points (x, y); x on a logarithmic axis, y from 0 to 1. `dots`: of these the points alone are drawn."""
 
     title: str
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
+    dots: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:
@@ -70,7 +71,8 @@ def _write_with_matplotlib(path: Path, charts: Sequence[Chart]) -> bool:
             colour = _COLOURS[number % len(_COLOURS)]
             if isinstance(chart, Lines):
                 points = chart.lines[name]
-                axis.plot([x for x, _ in points], [y for _, y in points], label=name, color=colour)
+                kind = "o" if name in chart.dots else "-"
+                axis.plot([x for x, _ in points], [y for _, y in points], kind, label=name, color=colour)
             else:
                 width = 0.8 / len(chart.names)
                 places = [group + (number + 0.5) * width - 0.4 for group in range(len(chart.groups))]
@@ -125,11 +127,15 @@ def _lines(chart: Lines) -> Iterator[str]:
         yield from _text((power - low) / (high - low) * _WIDTH, _HEIGHT + 15, f"{10.0**power:g}", anchor="middle")
     yield from _text(_WIDTH / 2, _HEIGHT + 28, chart.x, anchor="middle")
     yield from _y_axis(chart.y, 1.0)
-    for number, points in enumerate(chart.lines.values()):
-        places = (
+    for number, (name, points) in enumerate(chart.lines.items()):
+        places = [
             f"{(math.log10(max(_LEAST, x)) - low) / (high - low) * _WIDTH:.1f},{(1 - y) * _HEIGHT:.1f}" for x, y in points
-        )
+        ]
         colour = _COLOURS[number % len(_COLOURS)]
+        if name in chart.dots:
+            for x, y in (place.split(",") for place in places):
+                yield f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>'
+            continue
         yield f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
 
 

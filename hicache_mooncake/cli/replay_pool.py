@@ -134,8 +134,10 @@ def show(runs: Sequence[Run], console: Console) -> None:
 def _chart(runs: Sequence[Run]) -> charts.Lines:
     """Shares of hits over the room of all nodes together, ours and theory's."""
     lines: dict[str, list[tuple[float, float]]] = {}
+    ours: set[str] = set()
     for shape, replayed in runs:
         kind = shape.eviction if shape.nodes == 1 else f"{shape.eviction}, {'one pool' if shape.shared else 'each alone'}"
+        ours.add(kind)
         room = shape.nodes * shape.tokens / 1e6
         lines.setdefault(kind, []).append((room, replayed.hits / replayed.pages))
         theory = "plain LRU, exact" if shape.shared else "plain LRU, each alone, exact"
