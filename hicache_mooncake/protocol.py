@@ -764,6 +764,22 @@ class Keep(Message):
 class ClusterStatus(Message):
     brief: bool = False
     """No list of nodes: what kind of master is this?"""
+    kinds: bool = False
+    """Which namespaces make up a page? Told by masters that know of it."""
+
+
+class PageKind(msgspec.Struct, array_like=True):
+    """What one logical page of some engines is made of: the namespaces of all their ranks."""
+
+    every: list[bytes]
+    """Those that hold something of every page: of the KV pool."""
+    last: list[bytes]
+    """Those of side pools: a prefix needs them at its end at least."""
+    chain: str
+    """As in RankIdentity; so are the roles."""
+    roles: list[str]
+    model: str = ""
+    engines: int = 0
 
 
 class NodeInfo(Message):
@@ -799,6 +815,8 @@ class ClusterReport(Message):
     unshared: list[Unshared] = []
     engines: dict[str, int] = {}
     """How many engines have said who they are, by role: prefill, decode, both."""
+    kinds: list[PageKind] = []
+    """Where it was asked for: of engines all of whose ranks have said who they are."""
 
 
 FromClient = Hello | Exists | Locate | Landed | Release | Reserve | Commit | Touch | Clear | Missed | AdminStatus | Describe

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hicache_mooncake.protocol import RankIdentity, Unshared
+from hicache_mooncake.protocol import PageKind, RankIdentity, Unshared
 
 PREFILL, DECODE = "prefill", "decode"
 TREE, OFFLOAD = "tree", "offload"
 PLAIN, BIGRAMS = "plain", "bigrams"
+KV = "kv"
 
 MAX_RANKS = 2048
 """Told by all sources together. Beyond it the source that was told of longest ago goes."""
@@ -209,6 +210,7 @@ class SharingTable:
         self._due: float | None = None
         self._judged_at = float("-inf")
         self._verdict = Verdict()
+        self._page_kinds: list[PageKind] | None = None
 
     def put(self, source: str, ranks: Sequence[RankIdentity], now: float, number: int = 0) -> None:
         """The ranks of this source are these, in place of those before. `number` is remembered."""
@@ -244,6 +246,12 @@ class SharingTable:
         """Engines by role: prefill, decode, both."""
         return dict(Counter(role or "both" for role in {rank.engine: rank.role for rank in self.ranks()}.values()))
 
+    def page_kinds(self) -> list[PageKind]:
+        """What pages are made of, once for all complete engines that store alike; MAX_KINDS at most."""
+        if self._page_kinds is None:
+            self._page_kinds = page_kinds(self._engines())
+        return self._page_kinds
+
     def verdict(self, now: float) -> Verdict:
         """The engines that can never share. Engines whose ranks are not all there, or have just come, are not judged."""
         if self._due is None or now < max(self._due, self._judged_at + EVERY_S):
@@ -275,6 +283,7 @@ class SharingTable:
         return list(self._sources)
 
     def _touch(self, before: Sequence[RankIdentity], after: Sequence[RankIdentity], now: float) -> None:
+        self._page_kinds = None
         there = {(rank.engine, rank.writer) for rank in self.ranks()}
         for rank in [*before, *after]:
             key = rank.engine, rank.writer
@@ -295,6 +304,28 @@ class SharingTable:
             )
             engine.ranks.append(rank)
         return list(found.values())
+
+
+def page_kinds(engines: Iterable[Engine]) -> list[PageKind]:
+    """Of those that are complete, once for all that store alike; MAX_KINDS at most."""
+    found: dict[object, PageKind] = {}
+    for engine in engines:
+        if not engine.complete:
+            continue
+        pools = engine.namespaces
+        first = KV if KV in pools else min(pools)
+        every = pools[first]
+        last = frozenset[bytes]().union(*(digests for pool, digests in pools.items() if pool != first)) - every
+        key = engine.chain, every, last
+        if key not in found:
+            if len(found) >= MAX_KINDS:
+                continue
+            found[key] = PageKind(sorted(every), sorted(last), engine.chain, [], _deployment(engine)["model"])
+        kind = found[key]
+        kind.engines += 1
+        if engine.role not in kind.roles:
+            kind.roles.append(engine.role)
+    return list(found.values())
 
 
 # --------------------------------------------------------------------------- comparing

@@ -153,7 +153,7 @@ class MasterCore:
             case ClearNamespace():
                 return self._clear(message, sender)
             case ClusterStatus():
-                return [(sender, self._report(message.brief, now))]
+                return [(sender, self._report(message, now))]
             case Engines():
                 return self._engines(message, sender, now)
         raise ProtocolError(f"{type(message).__name__} is not for a master")
@@ -506,7 +506,8 @@ class MasterCore:
             if member is not None and member.version >= 2
         ]
 
-    def _report(self, brief: bool, now: float) -> ClusterReport:
+    def _report(self, asked: ClusterStatus, now: float) -> ClusterReport:
+        brief = asked.brief
         return ClusterReport(
             self.incarnation,
             PROTOCOL_MAX,
@@ -519,6 +520,7 @@ class MasterCore:
             self.masters,
             [] if brief else list(self.sharing.verdict(now).unshared),
             {} if brief else self.sharing.roles(),
+            self.sharing.page_kinds() if asked.kinds else [],
         )
 
     def _info(self, member: Member, now: float) -> NodeInfo:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -172,6 +172,26 @@ class Prefixes:
             mask = self._held.get(key)
             if mask is not None:
                 self._put(key, mask & ~mark)
+        self._sweep(SWEPT)
+
+    def located(self, keys: Iterable[Key], holders: Mapping[str, int]) -> None:
+        """These pages are with these store nodes, each in its tier, and in no others' DRAM or COLD. Those that have not joined
+        are passed over."""
+        mark = 0
+        for name, tier in holders.items():
+            if (holder := self._holders.get(name)) is not None:
+                mark |= bit(holder.slot, tier)
+        pattern = ((1 << _WIDTH * self._next_slot) - 1) // _EACH_TIER
+        others = ~(pattern << DRAM | pattern << COLD)
+        held = self._held
+        for key in keys:
+            mask = held.get(key, 0)
+            if mask or mark:
+                held[key] = mask
+                self._put(key, mask & others | mark)
+        while len(held) > self.max_keys:
+            held.popitem(last=False)
+            self.dropped_keys += 1
         self._sweep(SWEPT)
 
     def expect(self, request: str, name: str, keys: Sequence[Key], now: float) -> None:
