@@ -21,8 +21,9 @@ from hicache_mooncake.cold import reading
 from hicache_mooncake.cold.asked import Asked
 from hicache_mooncake.cold.index import Index, Key, Place
 from hicache_mooncake.cold.layout import BLOCK, Layout, Segment, blocks
-from hicache_mooncake.cold.pages_file import PagesFile
+from hicache_mooncake.cold.pages_file import PagesFile, huge_scratch
 from hicache_mooncake.cold.reading import READ_BYTES, Reader
+from hicache_mooncake.transfer.mapping import HUGE_PAGE
 from tests.cold import MIB, NS, OTHER, hashes
 from tests.conftest import wait_until
 
@@ -360,6 +361,44 @@ def test_many_threads_read_at_once(reader: Reader, disk: Disk) -> None:
         thread.join(60)
     assert not wrong
     assert sum(map(len, reader._buffers)) <= reading._BUFFER_BYTES
+
+
+def test_the_disk_goes_on_while_a_caller_copies_what_came(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    preadv = os.preadv
+
+    def counting(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        size = preadv(fd, views, offset)
+        ended.append(offset)
+        return size
+
+    monkeypatch.setattr(os, "preadv", counting)
+    one = reader.read(_PLACES, soon())
+    next(one)
+    wait_until(lambda: len(ended) > reading.DEPTH, 30)
+    one.close()
+
+
+def test_neighbours_are_given_together_with_the_place_of_each(reader: Reader) -> None:
+    places = [(at * BLOCK, BLOCK) for at in (3, 2, 1, 10, 11, 30)]
+    came = list(reader.groups(places, soon()))
+    assert [begins for _, begins in came] == [[2 * BLOCK, BLOCK, 0], [0, BLOCK], [0]]
+    assert all(isinstance(view, memoryview) for view, _ in came)
+
+
+@pytest.mark.parametrize("length", [1, READ_BYTES, HUGE_PAGE, HUGE_PAGE + 1])
+def test_memory_for_reads_is_whole_huge_pages(length: int) -> None:
+    memory = huge_scratch(length)
+    assert address(memory) % HUGE_PAGE == len(memory) % HUGE_PAGE == 0
+    assert length <= len(memory) < length + HUGE_PAGE
+    memory[-1] = 1
+
+
+def test_two_reads_share_a_huge_page(reader: Reader) -> None:
+    places = [(at * BLOCK, BLOCK) for at in range(2 * READ_BYTES // BLOCK)]
+    begins = {address(view) // READ_BYTES for view in reader.read(places, soon()) if isinstance(view, memoryview)}
+    assert len({begin // (HUGE_PAGE // READ_BYTES) for begin in begins}) == 1
+    assert len(begins) == 2
 
 
 def test_buffers_that_are_kept_are_bounded_in_bytes(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
