@@ -28,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.harness import ROOT, machine, provenance
 from benchmarks.router_load import Chats, Outcome, arrivals, ask, chat_body, client, hold, quantile, streams
-from benchmarks.router_stage import Ours, RouterProcess, Sglang, Target, engines, flush
+from benchmarks.router_stage import Ours, Router, Sglang, Target, engines, environment, flush
 from hicache_mooncake.testing.fake_engine_settings import FakeEngineSettings
 from hicache_mooncake.testing.fake_processes import FakeEngineProcess
 from hicache_mooncake.testing.fake_tokenizer import words, write_tokenizer
@@ -57,18 +57,19 @@ class Stage:
         return FakeEngineSettings(page_size=PAGE, tokenizer=str(self.tokenizer), model_path=str(self.tokenizer), **more)
 
     @contextlib.contextmanager
-    def routers(self, fakes: Sequence[FakeEngineProcess], args: Sequence[str] = ()) -> Iterator[dict[str, RouterProcess]]:
+    def routers(self, fakes: Sequence[FakeEngineProcess], args: Sequence[str] = ()) -> Iterator[dict[str, Router]]:
         """Those that there are, by their names in tables."""
         urls = [fake.url for fake in fakes]
         with contextlib.ExitStack() as stack:
-            found: dict[str, RouterProcess] = {}
+            found: dict[str, Router] = {}
             found["ours"] = stack.enter_context(self.ours(urls, args))
             if self.sglang:
                 found["sglang-router"] = stack.enter_context(Sglang(urls, log=self.folder / "sglang-router.log"))
             yield found
 
-    def ours(self, urls: Sequence[str], args: Sequence[str] = ()) -> RouterProcess:
-        return Ours(urls, log=self.folder / "conductor.log", args=[*self.ours_args, *args])
+    def ours(self, urls: Sequence[str], args: Sequence[str] = ()) -> Router:
+        workers = [("--worker", url) for url in urls]
+        return Ours(workers, log=self.folder / "conductor.log", args=[*self.ours_args, *args], env=environment())
 
     def show(self, title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
         table = Table(title=title, title_justify="left")
@@ -255,7 +256,7 @@ def chats(stage: Stage) -> None:
     rows: dict[str, dict[str, str]] = {}
     with engines(4, settings, stage.folder) as fakes:
         urls = [fake.url for fake in fakes]
-        makers: dict[str, Callable[[], RouterProcess]] = {"ours": lambda: stage.ours(urls, ["--prefill-rate", "2000"])}
+        makers: dict[str, Callable[[], Router]] = {"ours": lambda: stage.ours(urls, ["--prefill-rate", "2000"])}
         if stage.sglang:
             makers["sglang-router"] = lambda: Sglang(urls, log=stage.folder / "sglang-router.log")
         found: dict[str, list[dict[str, float]]] = {name: [] for name in makers}

@@ -10,13 +10,14 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from benchmarks.harness import ROOT
+from hicache_mooncake.testing.conductor import ConductorProcess
 from hicache_mooncake.testing.fake_engine_settings import FakeEngineSettings
 from hicache_mooncake.testing.fake_processes import FakeEngineProcess, start_fakes
 from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, free_port, stop_all
-from hicache_mooncake.testing.sglang_cpu.servers import HOST, cpu_environment, own_environment
+from hicache_mooncake.testing.sglang_cpu.servers import HOST, SHIMS, cpu_environment
 
 READY_S = 180.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -30,27 +31,8 @@ class Target(Protocol):
     def url(self) -> str: ...
 
 
-class RouterProcess(ManagedProcess):
-    """One that stands before engines. `with` starts it and waits until it knows them all."""
-
-    port: int
-    engines: int
-
-    @property
-    def url(self) -> str:
-        return f"http://{HOST}:{self.port}"
-
-    def knows_all(self) -> bool:
-        raise NotImplementedError
-
-    def __enter__(self) -> RouterProcess:
-        self.start()
-        try:
-            self.wait_until(self.knows_all, timeout_s=READY_S, poll_s=0.2)
-        except BaseException:
-            self.stop()
-            raise
-        return self
+class Usage(ManagedProcess):
+    """A process that tells what it takes."""
 
     def cpu_s(self) -> float:
         """Processor time since its start, of all its threads and children."""
@@ -61,37 +43,38 @@ class RouterProcess(ManagedProcess):
         return sum(_resident(pid) for pid in self.descendants())
 
 
-class Ours(RouterProcess):
+class Ours(ConductorProcess, Usage):
     """`hicache-mooncake conductor`."""
 
-    def __init__(self, engines: Sequence[str], *, log: Path, args: Sequence[str] = (), roles: Sequence[str] = ()) -> None:
-        self.port, self.engines = free_port(), len(engines)
-        command = [sys.executable, "-m", "hicache_mooncake.cli", "conductor", "--listen", f"{HOST}:{self.port}"]
-        for engine, role in zip(engines, roles or ["worker"] * len(engines), strict=True):
-            command += [f"--{role}", engine]
-        super().__init__("conductor", [*command, *args], log=log, env=own_environment() | {"PYTHONPATH": _path()})
 
-    def knows_all(self) -> bool:
-        return _get(f"{self.url}/health") is not None and self._ready() == self.engines
-
-    def _ready(self) -> int:
-        found = _get(f"{self.url}/workers")
-        workers = found.get("workers", []) if isinstance(found, dict) else []
-        return sum(1 for each in workers if each.get("state") == "up")
-
-
-class Sglang(RouterProcess):
+class Sglang(Usage):
     """`sglang-router` from PyPI, cache_aware; some 20 s to start, for it imports SGLang."""
 
     def __init__(self, engines: Sequence[str], *, log: Path, args: Sequence[str] = ()) -> None:
         self.port, self.engines = free_port(), len(engines)
         command = [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", *engines, "--policy", "cache_aware"]
         command += ["--host", HOST, "--port", str(self.port), "--prometheus-port", str(free_port()), "--log-level", "error"]
-        super().__init__("sglang-router", [*command, *args], log=log, env=cpu_environment({"PYTHONPATH": _path(cpu=True)}))
+        super().__init__("sglang-router", [*command, *args], log=log, env=environment())
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
 
     def knows_all(self) -> bool:
         found = _get(f"{self.url}/readiness")
         return isinstance(found, dict) and found.get("healthy_workers") == self.engines
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until(self.knows_all, timeout_s=READY_S, poll_s=0.2)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+
+Router = Ours | Sglang
 
 
 @contextlib.contextmanager
@@ -110,23 +93,18 @@ def flush(engine: FakeEngineProcess) -> None:
         response.read()
 
 
-def _path(*, cpu: bool = False) -> str:
-    from hicache_mooncake.testing.sglang_cpu.servers import SHIMS
-
-    return os.pathsep.join([*([str(SHIMS)] if cpu else []), str(ROOT), str(ROOT / "master")])
+def environment() -> dict[str, str]:
+    """For processes that import transformers beside a CPU torch: this checkout, and the shims."""
+    return cpu_environment() | {"PYTHONPATH": os.pathsep.join([str(SHIMS), str(ROOT), str(ROOT / "master")])}
 
 
 def _get(url: str) -> object:
-    """What is answered; None for nothing, True for what is no JSON."""
+    """None for no answer."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
-            body = response.read()
-    except (OSError, HTTPException):
+            return json.load(response)
+    except (OSError, HTTPException, ValueError):
         return None
-    try:
-        return json.loads(body)
-    except ValueError:
-        return True
 
 
 def _cpu_s(pid: int) -> float:
