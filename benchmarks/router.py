@@ -344,7 +344,7 @@ def main() -> None:
         print("without sglang-router (pip install sglang-router) there is no peer to compare with")
     with tempfile.TemporaryDirectory(prefix="hicache-bench-router-") as folder:
         tokenizer = write_tokenizer(Path(folder) / "tokenizer")
-        args = ["--tokenizer", str(tokenizer)] if options.tokenizer else []
+        args = ["--tokenizer", str(tokenizer) if options.tokenizer else "off"]
         stage = Stage(options.logs or Path(folder), tokenizer, options.rounds, there and not options.no_sglang, args)
         stage.console.print(f"{machine()}; others kept {os.getloadavg()[0]:.1f} cores busy at the start")
         for name in options.sections or SECTIONS:
