@@ -91,6 +91,7 @@ def test_the_command_compares_nodes_alone_with_a_pool_of_them_and_draws_it(tmp_p
     assert pool["hits"] > alone["hits"] == alone["expected"]
     assert pool["remote"] > alone["remote"] == 0
     drawn = plot.read_text()
+    assert drawn.count("<circle") == 2, "what was measured, over lines for theory"
     assert "lru, one pool" in drawn
     assert "plain LRU, each alone, exact" in drawn
 

@@ -142,9 +142,5 @@ def _chart(runs: Sequence[Run]) -> charts.Lines:
         lines.setdefault(kind, []).append((room, replayed.hits / replayed.pages))
         theory = "plain LRU, exact" if shape.shared else "plain LRU, each alone, exact"
         lines.setdefault(theory, []).append((room, replayed.expected / replayed.pages))
-    return charts.Lines(
-        "Hits",
-        "millions of tokens, all nodes",
-        "share of the pages",
-        {name: sorted(set(points)) for name, points in lines.items()},
-    )
+    ordered = {name: sorted(set(points)) for name, points in lines.items()}
+    return charts.Lines("Hits", "millions of tokens, all nodes", "share of the pages", ordered, frozenset(ours))
