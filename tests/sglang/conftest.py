@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -70,3 +71,20 @@ def make_backend(node: NodeProcess) -> Iterator[MakeBackend]:
     yield make
     for backend in made:
         backend.close()
+
+
+@pytest.fixture
+def make_tree() -> Iterator[Callable[..., Any]]:
+    """SGLang's tree with HiCache over a node: `make_tree(node, device_pages, extra, **server_args)`, a `trees.Tree`. Its
+    configuration stays until the test's end."""
+    from tests.sglang.trees import Tree, configured
+
+    with contextlib.ExitStack() as stack:
+
+        def make(node: NodeProcess, device_pages: int = 16, extra: dict[str, Any] | None = None, **server_args: Any) -> Tree:
+            stack.enter_context(configured(node, extra, **server_args))
+            tree = Tree(device_pages)
+            stack.callback(tree.close)
+            return tree
+
+        yield make
