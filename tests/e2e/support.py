@@ -18,6 +18,7 @@ from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, stop_a
 from hicache_mooncake.testing.sglang_cpu.servers import (
     Answer,
     Caching,
+    Extra,
     Role,
     SglangServer,
     decode_tree_caching,
@@ -68,11 +69,13 @@ class Engine:
     tree: bool = False
     ratio: float | None = None
     args: Sequence[str] = ()
+    extra: Extra | None = None
 
     def caching(self, socket: Path) -> Caching:
         if self.role == "decode":
-            return (decode_tree_caching if self.tree else offload_caching)(socket, dynamic=self.dynamic, ratio=self.ratio)
-        return pool_caching(socket if self.attached else None, dynamic=self.dynamic, ratio=self.ratio)
+            caching = decode_tree_caching if self.tree else offload_caching
+            return caching(socket, dynamic=self.dynamic, ratio=self.ratio, extra=self.extra)
+        return pool_caching(socket if self.attached else None, dynamic=self.dynamic, ratio=self.ratio, extra=self.extra)
 
 
 @dataclass(frozen=True)

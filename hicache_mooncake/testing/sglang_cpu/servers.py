@@ -84,7 +84,11 @@ NO_CACHE = Caching(("--disable-radix-cache",))
 """Every prompt is computed from its first token: the reference for answers and for cold TTFT."""
 
 
-def pool_config(socket: Path, *, dynamic: bool = False) -> dict[str, object]:
+Extra = Mapping[str, object]
+"""Settings of the pool for one server, besides those that it needs."""
+
+
+def pool_config(socket: Path, *, dynamic: bool = False, extra: Extra | None = None) -> dict[str, object]:
     """SGLang's extra config for its L3 in the pool, by the store node that listens on this UNIX socket.
 
     For the name `dynamic` it says where SGLang's own loader finds the backend. One page is enough to ask L3 for.
@@ -93,10 +97,12 @@ def pool_config(socket: Path, *, dynamic: bool = False) -> dict[str, object]:
     if dynamic:
         config |= {"backend_name": "mooncake", "module_path": "hicache_mooncake.backend", "class_name": "HiCacheMooncake"}
         config |= {"interface_v1": 1, "allocator": "shm"}
-    return config
+    return config | dict(extra or {})
 
 
-def pool_caching(socket: Path | None, *, dynamic: bool = False, ratio: float | None = None) -> Caching:
+def pool_caching(
+    socket: Path | None, *, dynamic: bool = False, ratio: float | None = None, extra: Extra | None = None
+) -> Caching:
     """HiCache with its L3 in the pool, or with none until one is attached (`socket` None).
 
     The backend is named `mooncake`, by our plugin, or with `dynamic` loaded by SGLang's own loader, without the plugin.
@@ -104,18 +110,20 @@ def pool_caching(socket: Path | None, *, dynamic: bool = False, ratio: float | N
     `ratio`: tokens in L2 for each one in L1, instead of 1 GB.
     """
     args = ["--enable-hierarchical-cache", *_host_pool(ratio), "--hicache-storage-prefetch-policy", "wait_complete"]
-    return Caching((*args, *_storage(socket, dynamic)), _plugins(dynamic))
+    return Caching((*args, *_storage(socket, dynamic, extra)), _plugins(dynamic))
 
 
-def offload_caching(socket: Path, *, dynamic: bool = False, ratio: float | None = None) -> Caching:
+def offload_caching(socket: Path, *, dynamic: bool = False, ratio: float | None = None, extra: Extra | None = None) -> Caching:
     """For a decode server: nothing is kept on it, what it computes is written to the pool page by page."""
     args = ("--disaggregation-decode-enable-offload-kvcache", *_host_pool(ratio))
-    return Caching((*args, *_storage(socket, dynamic)), _plugins(dynamic))
+    return Caching((*args, *_storage(socket, dynamic, extra)), _plugins(dynamic))
 
 
-def decode_tree_caching(socket: Path, *, dynamic: bool = False, ratio: float | None = None) -> Caching:
+def decode_tree_caching(
+    socket: Path, *, dynamic: bool = False, ratio: float | None = None, extra: Extra | None = None
+) -> Caching:
     """For a decode server: HiCache of its own, with its L3 in the pool; it is sent only what it does not have."""
-    caching = pool_caching(socket, dynamic=dynamic, ratio=ratio)
+    caching = pool_caching(socket, dynamic=dynamic, ratio=ratio, extra=extra)
     return Caching(("--disaggregation-decode-enable-radix-cache", *caching.args), caching.env)
 
 
@@ -123,10 +131,10 @@ def _host_pool(ratio: float | None) -> tuple[str, str]:
     return ("--hicache-size", str(HICACHE_SIZE_GB)) if ratio is None else ("--hicache-ratio", str(ratio))
 
 
-def _storage(socket: Path | None, dynamic: bool) -> tuple[str, ...]:
+def _storage(socket: Path | None, dynamic: bool, extra: Extra | None) -> tuple[str, ...]:
     if socket is None:
         return ()
-    config = json.dumps(pool_config(socket, dynamic=dynamic))
+    config = json.dumps(pool_config(socket, dynamic=dynamic, extra=extra))
     return (
         *("--hicache-storage-backend", "dynamic" if dynamic else "mooncake"),
         *("--hicache-storage-backend-extra-config", config),
