@@ -36,6 +36,7 @@ class Tier:
         """What becomes of the tier before it writes."""
         self.batches = 0
         self.written: list[bytes] = []
+        self.promised: list[bytes] = []
 
     def ready(self) -> bool:
         return True
@@ -49,6 +50,10 @@ class Tier:
         done = [self.takes() for _ in bodies]
         self.written += [body.key.hash for body, took in zip(bodies, done, strict=True) if took]
         return done
+
+    def present(self, namespace: bytes, hashes: Sequence[bytes], promised_until: float) -> bytes:
+        self.promised += hashes
+        return bytes(each in self.written for each in hashes)
 
     def lost(self) -> None:
         """Its index was damaged: it begins anew."""
@@ -183,3 +188,13 @@ def test_a_clear_is_told_to_the_others_before_this_nodes_disk_has_it(tmp_path: P
         assert told.wait(20)
     clearing.join(20)
     node.stop()
+
+
+def test_a_promise_for_which_the_disk_has_nothing_either_came_too_late(node: Node) -> None:
+    there, gone = os.urandom(32), os.urandom(32)
+    node.tier.written.append(there)
+    node.writer.promise(NS, there + gone, 60)
+    node.writer.promise(NS, gone, -1)
+    node.writer._look()
+    assert node.tier.promised == [there, gone]
+    assert node.core.promises_late == 1, "one that is over is no promise"

@@ -401,6 +401,36 @@ def test_masters_hear_who_counts_on_it_and_the_holder_from_them() -> None:
     holder.validate()
 
 
+def test_a_promise_that_comes_after_its_page_has_gone_keeps_nothing_and_is_counted_on_both_sides() -> None:
+    """The holder evicted between the master's answer and the word of it: nothing is found here, and the reader counts why."""
+    holder = make_core()
+    pages = named(*range(4))
+    store_named(holder.store, pages)
+    told = Told(5.0)
+    told.told(NS, b"".join(pages), b"\1" * 4, 0.0)
+    for page_hash_ in pages[1:3]:
+        page = holder.store.page(NS, page_hash_)
+        assert page is not None
+        holder.store.remove_page(page)
+    keep = p.Keep("b", "rank", 5.0, [(NS, b"".join(pages))])
+    assert holder.keep_promised(keep, 0.0) == [(NS, pages[1] + pages[2])]
+    assert len(holder.store.promises) == 2, "what is left is kept: it is asked for by page"
+    assert holder.report(0.0)["promises_late"] == 2
+    served = holder.fetch(9, p.Fetch(1, "b", NS, b"".join(pages), PAGE, reader="rank"), 0.0)
+    assert [status == p.LOCAL for status in served.reply.status] == [True, False, False, True]
+    assert told.broken(NS, b"".join(pages), b"\1\0\0\1", {"gone_remote": 2}, 1.0) == {"evicted": 2}
+    assert holder.keep_promised(p.Keep("b", "rank", 5.0, [(b"never" * 3 + b"!", pages[0])]), 0.0) != []
+    assert holder.promises_late == 3, "also of a namespace of which nothing is left"
+    holder.validate()
+
+
+def test_what_is_not_in_dram_is_late_only_when_the_disk_has_it_neither() -> None:
+    holder = make_core()
+    holder.keep(0)
+    assert holder.keep_promised(p.Keep("b", "rank", 5.0, [(NS, named("gone")[0])]), 0.0) != []
+    assert holder.promises_late == 0, "the cold tier's writer is asked, and counts"
+
+
 def store_named(store: Store, pages: list[bytes], namespace: bytes = NS) -> None:
     txn, status, _ = store.reserve(1, namespace, b"".join(pages), PAGE)
     store.commit(1, txn, b"\x01" * status.count(p.WRITE), [0] * len(pages))

@@ -209,7 +209,9 @@ class ColdWriter:
         while self._promised and not self._stopping.is_set():
             namespace, hashes, until = self._promised.popleft()
             if until > now:
-                self._tier.present(namespace, split(hashes), until)
+                here = self._tier.present(namespace, split(hashes), until)
+                with self._node.lock:
+                    self._node.core.promises_late += here.count(0)
         while self._doubted and not self._stopping.is_set():
             namespace, page_hash, offset = self._doubted.popleft()
             self._tier.check(namespace, page_hash, offset, now + _CHECK_S)

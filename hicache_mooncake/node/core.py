@@ -145,6 +145,8 @@ class NodeCore:
         """What the ranks of this host report: misses by reason."""
         self.broken: Counter[str] = Counter()
         """Of those, pages that had been promised."""
+        self.promises_late = 0
+        """Pages that readers of other nodes were told of, and that had gone from here when this node heard of it."""
         self.sent_bytes = 0
         self.taken = self.taken_bytes = self.pushes_refused = self.replicated = self.recalled = 0
         self.sharing = SharingTable()
@@ -261,7 +263,8 @@ class NodeCore:
         return [promise for promise in promises if promise is not None]
 
     def keep_promised(self, message: p.Keep, now: float) -> list[tuple[bytes, bytes]]:
-        """A master has told a reader of another node that these are here. Returns those that are not in DRAM."""
+        """A master has told a reader of another node that these are here. Returns those that are not in DRAM; where there is no
+        cold tier they came too late (`promises_late`)."""
         until = now + min(message.promise_s, MAX_PROMISE_S)
         missing: list[tuple[bytes, bytes]] = []
         for namespace, hashes in message.pages:
@@ -270,6 +273,8 @@ class NodeCore:
             absent = [i for i, here in enumerate(self.store.present(namespace, hashes, touch=False)) if not here]
             if absent:
                 missing.append((namespace, p.select_hashes(hashes, absent)))
+                if self.keeping is None:
+                    self.promises_late += len(absent)
         return missing
 
     def _learn(self, mark: Mark, questions: Sequence[p.Question], told: Told | None, now: float) -> None:
@@ -747,6 +752,7 @@ class NodeCore:
             "promises_expired": promises.expired,
             "promises_dropped": promises.dropped,
             "promises_lost": promises.lost,
+            "promises_late": self.promises_late,
         }
         report |= {f"broken promise: {reason}": count for reason, count in sorted(self.broken.items())}
         return report | {f"client miss: {reason}": count for reason, count in sorted(self.missed.items())}

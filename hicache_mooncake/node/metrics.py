@@ -78,6 +78,7 @@ _COUNTERS = {
     "promises_expired": "Of those, pages that were not loaded in time, or by an engine that has gone.",
     "promises_dropped": "Of those, pages not kept any longer since more was promised than promise_share.",
     "promises_lost": "Of those, pages that were damaged or cleared.",
+    "promises_late": "Pages that decode servers of other nodes were told of, and that had gone when this node heard of that.",
     "cold_promises_broken": "Segments of the cold tier emptied although a decode server had been promised pages in them.",
     "cold_written": "Objects written to the cold tier.",
     "cold_written_bytes": "Bytes of the objects written to the cold tier.",

@@ -278,7 +278,8 @@ class SimNode:
     def keep_promised(self, keep: p.Keep) -> None:
         for namespace, hashes in self.core.keep_promised(keep, self.process.now):
             if self.cold is not None:
-                self.cold.present(namespace, p.split(hashes), self.process.now + keep.promise_s)
+                here = self.cold.present(namespace, p.split(hashes), self.process.now + keep.promise_s)
+                self.core.promises_late += here.count(0)
         self.validate()
 
     def clear(self, namespace: bytes) -> int:
