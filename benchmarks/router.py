@@ -314,6 +314,12 @@ def show_chats(figures: Mapping[str, float], slo_s: float) -> dict[str, str]:
     return row
 
 
+def real(stage: Stage) -> None:
+    from benchmarks import router_real
+
+    router_real.real(stage)
+
+
 SECTIONS: dict[str, Callable[[Stage], None]] = {
     "latency": latency,
     "streams": fifty,
@@ -321,6 +327,7 @@ SECTIONS: dict[str, Callable[[Stage], None]] = {
     "overload": overload,
     "chats": chats,
 }
+APART: dict[str, Callable[[Stage], None]] = {"real": real}
 
 
 def save(stage: Stage, name: str) -> Path:
@@ -333,7 +340,9 @@ def save(stage: Stage, name: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=[], help="which parts; all without any")
+    parser.add_argument(
+        "sections", nargs="*", choices=[[], *SECTIONS, *APART], default=[], help="which parts; all but real without any"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-sglang", action="store_true", help="without sglang-router")
     parser.add_argument("--tokenizer", action=argparse.BooleanOptionalAction, default=True, help="ours reads prompts")
@@ -348,7 +357,7 @@ def main() -> None:
         stage = Stage(options.logs or Path(folder), tokenizer, options.rounds, there and not options.no_sglang, args)
         stage.console.print(f"{machine()}; others kept {os.getloadavg()[0]:.1f} cores busy at the start")
         for name in options.sections or SECTIONS:
-            SECTIONS[name](stage)
+            (SECTIONS | APART)[name](stage)
     print(f"saved as {save(stage, 'router')}")
 
 

@@ -163,6 +163,8 @@ class Chats:
     start_s: float = 20.0
     """They begin within so many seconds."""
     seed: int = 7
+    text: int = 0
+    """Chats with other texts share nothing with these."""
     model: str = "fake"
 
 
@@ -181,10 +183,10 @@ async def hold(url: str, chats: Chats, headers: dict[str, str] | None = None) ->
     async def talk(
         session: aiohttp.ClientSession, number: int, system: int, start: float, turns: list[tuple[int, float]]
     ) -> None:
-        messages = [{"role": "system", "content": words(system, chats.system_words)}]
+        messages = [{"role": "system", "content": words(chats.text + system, chats.system_words)}]
         await asyncio.sleep(start)
         for turn, (length, think) in enumerate(turns):
-            messages.append({"role": "user", "content": words(1000 + 100 * number + turn, length)})
+            messages.append({"role": "user", "content": words(chats.text + 1000 + 100 * number + turn, length)})
             body = json.dumps(chat_body(messages, chats.answer, chats.model)).encode()
             outcome = await ask(session, url, body, headers=headers, keep=True)
             outcomes.append(outcome)

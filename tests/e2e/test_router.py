@@ -137,7 +137,7 @@ def test_the_router_hears_what_an_engine_stores_and_what_it_drops(cluster: Clust
 
     def known() -> dict[str, int]:
         """Pages that each engine is believed to have itself."""
-        return {each["engine"]: each["device_pages"] for each in cluster.router.explain("/generate", asked)["candidates"]}
+        return {each["engine"]: each["own_pages"] for each in cluster.router.explain("/generate", asked)["candidates"]}
 
     assert set(known().values()) == {0}
     engine = cluster.engines[1]
