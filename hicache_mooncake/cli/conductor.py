@@ -66,6 +66,7 @@ def conductor_command(
     bandwidth: Annotated[float, typer.Option(help="GB/s out of each store node.", min=0.001)] = 10.0,
     cold_bandwidth: Annotated[float, typer.Option(help="GB/s of each disk.", min=0.001)] = 2.0,
     threshold: Annotated[float, typer.Option(help="Fetch what makes the prefix longer than this many times.", min=1)] = 1.3,
+    max_running: Annotated[int, typer.Option(help="Requests in each engine at once; 0: what it says that it runs.", min=0)] = 0,
     waiting: Annotated[int, typer.Option(help="Requests that may wait for room in the engines.", min=0)] = 1024,
     wait_s: Annotated[float, typer.Option(help="And for how long.", min=0.001)] = 30.0,
     max_body: Annotated[str, typer.Option(help="Largest request, such as 64mb.")] = "64mb",
@@ -78,6 +79,7 @@ def conductor_command(
     admin_token_file: Annotated[Path | None, typer.Option(help="What /workers, /decisions and /explain ask for.")] = None,
     engine_key_file: Annotated[Path | None, typer.Option(help="The engines' API key, for probes and aborts.")] = None,
     model: Annotated[str, typer.Option(help="Served model; the first engine's if not given.")] = "",
+    tokenizer: Annotated[str, typer.Option(help="Its folder; auto: the engines', where it is here; or off.")] = "auto",
     log_level: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_LOG_LEVEL", help="As for node.")] = "info",
 ) -> None:
     if context.invoked_subcommand is not None:
@@ -117,6 +119,7 @@ def conductor_command(
             bandwidth=bandwidth * 1e9,
             cold_bandwidth=cold_bandwidth * 1e9,
             threshold=threshold,
+            max_running=max_running,
             waiting=waiting,
             limits=Limits(parse_size(max_body), parse_size(max_buffered), wait_s, retries),
             stall_s=stall_s,
@@ -126,6 +129,7 @@ def conductor_command(
             admin_token=_secret(admin_token_file, "--admin-token-file"),
             engine_key=_secret(engine_key_file, "--engine-key-file"),
             model=model,
+            tokenizer=tokenizer,
         )
         level = str(BY_ATTRIBUTE["log_level"].parse(log_level))
     except ValueError as error:

@@ -9,6 +9,7 @@ import msgspec
 
 _LOOKED_AT = 16 << 10
 """Bytes from each end of an answer."""
+_PIECES = 16
 _COUNT = re.compile(rb'"(cached_tokens|prompt_tokens|completion_tokens)"\s*:\s*(\d{1,9})')  # quoted text has \" here
 _DETAILS = re.compile(rb'"cached_tokens_details"\s*:\s*(\{[^{}]{0,400}\})')
 _ERROR = re.compile(rb'^\s*(?:data:\s*)?\{\s*"error"\s*:')
@@ -51,21 +52,21 @@ def error_code(data: bytes) -> int | None:
 
 @dataclass(slots=True)
 class Ends:
-    """The ends of a stream of pieces: keeps the first and the last two, or what is short enough of them."""
+    """The ends of a stream of pieces: keeps the first and some of the last."""
 
     first: bytes = b""
-    _last: bytes = b""
-    _before: bytes = b""
+    _last: list[bytes] = field(default_factory=list)
 
     def add(self, piece: bytes) -> None:
         if not self.first:
             self.first = piece
-        else:
-            self._before = self._last
-            self._last = piece
+            return
+        self._last.append(piece)
+        if len(self._last) > 2 * _PIECES:
+            del self._last[:_PIECES]
 
     def tail(self) -> bytes:
-        return (self._before[-_LOOKED_AT:] + self._last)[-_LOOKED_AT:]
+        return b"".join(piece[-_LOOKED_AT:] for piece in self._last[-_PIECES:])[-_LOOKED_AT:]
 
     def usage(self) -> Usage:
         """Of the whole answer: what its end says, else what its beginning says."""

@@ -26,6 +26,7 @@ from .admin import Admin
 from .bodies import PATHS, rough_page_tokens
 from .decisions import Decisions
 from .fairness import Gate
+from .knowledge import AUTO, OFF, Knowledge
 from .metrics import Metrics
 from .probes import PROBE_S, Prober
 from .proxy import Proxy
@@ -62,6 +63,7 @@ class Options:
     bandwidth: float = 10e9
     cold_bandwidth: float = 2e9
     threshold: float = 1.3
+    max_running: int = 0
     waiting: int = 1024
     limits: Limits = field(default_factory=Limits)
     probe_s: float = PROBE_S
@@ -74,6 +76,7 @@ class Options:
     engine_key: str = ""
     model: str = ""
     page_size: int = 0
+    tokenizer: str = AUTO
     max_keys: int = 2_000_000
 
     def costs(self) -> Costs:
@@ -91,21 +94,18 @@ class Options:
 
 
 class Router:
-    """`async with Router(options) as router`: it listens at `router.address`. `prompts` and `pool` may come later, when an
-    engine has said what there is to know for them: `know`."""
+    """`async with Router(options) as router`: it listens at `router.address`."""
 
-    def __init__(self, options: Options, prompts: Reader | None = None, pool: Pool | None = None) -> None:
+    def __init__(self, options: Options, pool: Pool | None = None) -> None:
         self.options = options
-        self._prompts, self._pool = prompts, pool
+        self._pool = pool
         self._costs = options.costs()
         admission = Admission(options.admission, options.ttft_slo_s, options.tbt_slo_s)
         prefixes = Prefixes(options.max_keys)
         self.conductor = Conductor(POLICIES[options.policy](), self._costs, prefixes, admission)
-        self.workers = Workers(options.forget_s, options.model, options.page_size)
+        self.workers = Workers(options.forget_s, options.model, options.page_size, options.max_running)
         self.routing = Routing(self.conductor, self.workers)
         self.gate = Gate(options.waiting)
-        self.on_joined: list[Callable[[Worker], None]] = []
-        self.on_left: list[Callable[[Worker], None]] = []
         self.address = ""
         self._runner: web.AppRunner | None = None
 
@@ -133,9 +133,10 @@ class Router:
             self.metrics,
             self._decisions,
             options.limits,
-            self._prompts,
-            self._pool,
+            pool=self._pool,
         )
+        self.knowledge = Knowledge(self.conductor.prefixes, options.tokenizer, self._reads)
+        self.routing.follows = self.knowledge.follows
         app = web.Application(client_max_size=options.limits.body_bytes)
         for path in PATHS:
             app.router.add_post(path, self.serving.handle)
@@ -167,12 +168,13 @@ class Router:
                         await asyncio.sleep(0.05)
         await runner.cleanup()
         await self.prober.close()
+        await self.knowledge.close()
         await self.proxy.close()
         self._decisions.close()
 
-    def know(self, prompts: Reader | None, pool: Pool | None) -> None:
+    def _reads(self, prompts: Reader) -> None:
         """Prompts can be read from now on; pages are then the engines', not pieces of text."""
-        self.serving.prompts, self.serving.pool = prompts, pool
+        self.serving.prompts = prompts
         self._size_pages()
 
     def notices(self) -> list[str]:
@@ -180,7 +182,7 @@ class Router:
         notices = []
         if not self.options.workers:
             notices.append("no engines yet: give --worker, or --prefill and --decode, or register them with POST /workers")
-        if self._prompts is None:
+        if self.options.tokenizer == OFF:
             notices.append("prompts are not tokenised: requests go by load, and by the text of those that went before")
         if self._pool is None:
             notices.append("no masters are asked: what the pool holds plays no part")
@@ -189,13 +191,11 @@ class Router:
     def _joined(self, worker: Worker) -> None:
         self._size_pages()
         self.routing.joined(worker, asyncio.get_running_loop().time())
-        for tell in self.on_joined:
-            tell(worker)
+        self.knowledge.joined(worker)
 
     def _left(self, worker: Worker) -> None:
         self.routing.left(worker, asyncio.get_running_loop().time())
-        for tell in self.on_left:
-            tell(worker)
+        self.knowledge.left(worker)
 
     def _changed(self) -> None:
         self.serving.resize()
@@ -213,6 +213,7 @@ class Router:
             "expected_pages": prefixes.expected_keys,
             "dropped_pages": prefixes.dropped_keys,
             "books": len(self.conductor),
+            **self.knowledge.counts(),
         }
 
     async def _tick(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hicache_master.conductor.admission import Rejection
@@ -62,8 +62,8 @@ class Routing:
         self.accounts = Accounts()
         self.meter = PrefillMeter()
         self.assumed = Assumed(MAX_ASSUMED) if assume else None
-        self.with_events: set[str] = set()
-        """Engines whose events are followed: nothing is assumed of them."""
+        self.follows: Callable[[str], bool] = lambda name: False
+        """Is what this engine has known from itself? Then nothing is assumed of it."""
         self._incarnations: dict[str, str] = {}
 
     def joined(self, worker: Worker, now: float) -> None:
@@ -191,7 +191,7 @@ class Routing:
 
     def _assume(self, flight: Flight) -> None:
         worker = flight.prefill
-        if self.assumed is None or worker is None or worker.facts is None or worker.name in self.with_events:
+        if self.assumed is None or worker is None or worker.facts is None or self.follows(worker.name):
             return
         if worker.facts.incarnation != flight.incarnation:
             return

@@ -322,9 +322,10 @@ class Serving:
             return
         try:
             prompt = await self.prompts.read(asked.path, asked.body)
-        except ValueError:
+        except ValueError:  # images, or whatever a tokenizer does not read: it goes by what it looks like
             found = rough(asked, rough_page_tokens(costs.page_tokens))
-            flight.tokens, flight.keys, flight.read = max(flight.tokens, found.tokens), (), False
+            keys = found.keys if costs.page_tokens == rough_page_tokens(costs.page_tokens) else ()
+            flight.tokens, flight.keys, flight.read = max(flight.tokens, found.tokens), keys, False
             return
         flight.tokens, flight.keys, flight.read = max(1, prompt.tokens), prompt.keys, True
         if self.pool is not None and prompt.keys:

@@ -117,18 +117,21 @@ class Facts:
     max_running: int = 0
     max_tokens: int = 0
     """KV tokens that it has room for."""
-    events_port: int | None = None
-    replay_port: int | None = None
-    events_topic: str = ""
-    ranks: int = 1
+    kv_events: Mapping[str, object] | None = None
+    """Where it publishes them, in its own words."""
+    bigrams: bool = False
+    """Its tree hashes pairs of tokens (EAGLE)."""
+    dynamo: bool = False
+    """Its events are in that format."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str = ""
 
 
 def read_facts(info: Mapping[str, object]) -> Facts:
     """From `/server_info`. What is missing or odd is left out: releases differ."""
     modes: dict[object, Role] = {"prefill": "prefill", "decode": "decode"}
     role = modes.get(info.get("disaggregation_mode"), "plain")
-    told = info.get("kv_events")
-    events: Mapping[str, object] = told if isinstance(told, Mapping) else {}
+    events = info.get("kv_events")
     states = info.get("internal_states")
     state = states[0] if isinstance(states, list) and states and isinstance(states[0], Mapping) else {}
     ranks = max(1, _whole(info.get("dp_size")) or 1)
@@ -144,11 +147,24 @@ def read_facts(info: Mapping[str, object]) -> Facts:
         bootstrap_port=_whole(info.get("disaggregation_bootstrap_port")) if role == "prefill" else None,
         max_running=(running or 0) * ranks,
         max_tokens=(_whole(info.get("max_total_num_tokens")) or 0) * ranks,
-        events_port=_whole(events.get("endpoint_port_base")),
-        replay_port=_whole(events.get("replay_endpoint_port_base")),
-        events_topic=str(events.get("topic") or ""),
-        ranks=ranks,
+        kv_events=events if isinstance(events, Mapping) else None,
+        bigrams=str(info.get("speculative_algorithm") or "").upper().startswith("EAGLE"),
+        dynamo='"dynamo"' in str(info.get("kv_events_config") or ""),
+        adapters=_adapters(info.get("lora_paths")),
+        chat_template=str(info.get("chat_template") or ""),
     )
+
+
+def _adapters(told: object) -> dict[str, str]:
+    """Name to path, in the forms that releases have."""
+    pairs = told.items() if isinstance(told, Mapping) else ((None, each) for each in told) if isinstance(told, list) else ()
+    found: dict[str, str] = {}
+    for name, each in pairs:
+        if isinstance(each, Mapping):
+            name, each = each.get("lora_name", name), each.get("lora_path")
+        if isinstance(name, str) and isinstance(each, str):
+            found[name] = each
+    return found
 
 
 def _whole(value: object) -> int | None:
@@ -222,10 +238,6 @@ class Worker:
             return self.spec.bootstrap_port
         return self.facts.bootstrap_port if self.facts is not None else None
 
-    @property
-    def max_running(self) -> int:
-        return (self.facts.max_running if self.facts is not None else 0) or MAX_RUNNING
-
     def usable(self, now: float) -> bool:
         return self.well and self.facts is not None and not self.draining and self.breaker.admits(now)
 
@@ -259,8 +271,10 @@ class Workers:
     One model and one page size: the first engine that answers says which, if nobody did before, and engines of another kind
     get nothing, since their pages and their times are none of the others' business."""
 
-    def __init__(self, forget_s: float = 600.0, model: str = "", page_size: int = 0) -> None:
+    def __init__(self, forget_s: float = 600.0, model: str = "", page_size: int = 0, max_running: int = 0) -> None:
         self.model, self.page_size = model, page_size
+        self.max_running = max_running
+        """Requests in an engine at once; 0: as many as it says that it runs, or MAX_RUNNING where it does not."""
         self._forget_s = forget_s
         self._workers: dict[str, Worker] = {}
 
@@ -350,7 +364,8 @@ class Workers:
 
     def capacity(self, now: float) -> int:
         """Requests that may run at once: those of the engines that answer."""
-        return sum(each.max_running for each in self._workers.values() if each.role != "prefill" and each.usable(now))
+        usable = [each for each in self._workers.values() if each.role != "prefill" and each.usable(now)]
+        return sum(self.max_running or (each.facts and each.facts.max_running) or MAX_RUNNING for each in usable)
 
     def ready(self, now: float) -> bool:
         return len(self.avoid(now)) < len(self._workers)
