@@ -80,6 +80,8 @@ def conductor_command(
     engine_key_file: Annotated[Path | None, typer.Option(help="The engines' API key, for probes and aborts.")] = None,
     model: Annotated[str, typer.Option(help="Served model; the first engine's if not given.")] = "",
     tokenizer: Annotated[str, typer.Option(help="Its folder; auto: the engines', where it is here; or off.")] = "auto",
+    master: Annotated[list[str] | None, typer.Option(help="A master of the pool, host:port; repeat it, or by commas.")] = None,
+    key_file: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_KEY_FILE", help="The pool's key, made by keygen.")] = "",
     log_level: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_LOG_LEVEL", help="As for node.")] = "info",
 ) -> None:
     if context.invoked_subcommand is not None:
@@ -94,6 +96,8 @@ def conductor_command(
         raise _fail(f"the router needs {error.name}: pip install 'hicache-mooncake[conductor]'") from None
     from hicache_mooncake.config import join_address, parse_size, split_address
     from hicache_mooncake.config_table import BY_ATTRIBUTE
+    from hicache_mooncake.config_values import parse_masters
+    from hicache_mooncake.security import SecurityError, load_key
 
     try:
         if policy not in POLICIES:
@@ -130,9 +134,11 @@ def conductor_command(
             engine_key=_secret(engine_key_file, "--engine-key-file"),
             model=model,
             tokenizer=tokenizer,
+            masters=parse_masters(",".join(master)) if master else (),
+            master_key=load_key(key_file),
         )
         level = str(BY_ATTRIBUTE["log_level"].parse(log_level))
-    except ValueError as error:
+    except (ValueError, SecurityError) as error:
         raise _fail(str(error)) from None
     _run(options, level)
 

@@ -30,7 +30,8 @@ class Admin:
     """`token`: who has it may change what engines there are; without one everybody may, which is for routers that only this
     host can reach: `open_` says whether that is so."""
 
-    def __init__(self, serving: Serving, prober: Prober, token: str, open_: bool) -> None:
+    def __init__(self, serving: Serving, prober: Prober, token: str, open_: bool, problems: Callable[[], list[str]]) -> None:
+        self._problems = problems
         self._serving, self._prober = serving, prober
         self._token, self._open = token, open_
         self._workers = serving.routing.workers
@@ -72,6 +73,7 @@ class Admin:
             states[worker.state] = states.get(worker.state, 0) + 1
         gate = self._serving.gate
         answer = {"ready": ready, "workers": states, "in_flight": gate.inside, "waiting": gate.queued}
+        answer["problems"] = [*self._problems(), *self._serving.routing.agreement.problems().values()]
         return web.json_response(answer, status=200 if ready else 503)
 
     async def _metrics(self, http: web.Request) -> web.Response:

@@ -21,6 +21,7 @@ from hicache_master.conductor.decide import Conductor
 from hicache_master.conductor.policies import POLICIES
 from hicache_master.conductor.prefixes import Prefixes
 from hicache_mooncake.config_values import join_address, split_address
+from hicache_mooncake.security import ClusterKey
 
 from .admin import Admin
 from .bodies import PATHS, rough_page_tokens
@@ -28,10 +29,12 @@ from .decisions import Decisions
 from .fairness import Gate
 from .knowledge import AUTO, OFF, Knowledge
 from .metrics import Metrics
+from .pool import PoolView
 from .probes import PROBE_S, Prober
+from .prompts import Prompts
 from .proxy import Proxy
 from .routing import Routing
-from .serving import Limits, Pool, Reader, Serving
+from .serving import Limits, Serving
 from .workers import Spec, Worker, Workers
 
 log = logging.getLogger("hicache_master.router")
@@ -77,6 +80,8 @@ class Options:
     model: str = ""
     page_size: int = 0
     tokenizer: str = AUTO
+    masters: Sequence[str] = ()
+    master_key: ClusterKey | None = None
     max_keys: int = 2_000_000
 
     def costs(self) -> Costs:
@@ -96,9 +101,8 @@ class Options:
 class Router:
     """`async with Router(options) as router`: it listens at `router.address`."""
 
-    def __init__(self, options: Options, pool: Pool | None = None) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
-        self._pool = pool
         self._costs = options.costs()
         admission = Admission(options.admission, options.ttft_slo_s, options.tbt_slo_s)
         prefixes = Prefixes(options.max_keys)
@@ -133,14 +137,14 @@ class Router:
             self.metrics,
             self._decisions,
             options.limits,
-            pool=self._pool,
         )
-        self.knowledge = Knowledge(self.conductor.prefixes, options.tokenizer, self._reads)
+        self.knowledge = Knowledge(self.conductor.prefixes, options.tokenizer, options.masters, options.master_key, self._reads)
         self.routing.follows = self.knowledge.follows
         app = web.Application(client_max_size=options.limits.body_bytes)
         for path in PATHS:
             app.router.add_post(path, self.serving.handle)
-        Admin(self.serving, self.prober, options.admin_token, _only_this_host(host)).routes(app)
+        open_ = _only_this_host(host)
+        Admin(self.serving, self.prober, options.admin_token, open_, self.knowledge.problems).routes(app)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
@@ -172,9 +176,9 @@ class Router:
         await self.proxy.close()
         self._decisions.close()
 
-    def _reads(self, prompts: Reader) -> None:
+    def _reads(self, prompts: Prompts, pool: PoolView | None) -> None:
         """Prompts can be read from now on; pages are then the engines', not pieces of text."""
-        self.serving.prompts = prompts
+        self.serving.prompts, self.serving.pool = prompts, pool
         self._size_pages()
 
     def notices(self) -> list[str]:
@@ -184,8 +188,10 @@ class Router:
             notices.append("no engines yet: give --worker, or --prefill and --decode, or register them with POST /workers")
         if self.options.tokenizer == OFF:
             notices.append("prompts are not tokenised: requests go by load, and by the text of those that went before")
-        if self._pool is None:
-            notices.append("no masters are asked: what the pool holds plays no part")
+        if not self.options.masters:
+            notices.append("no masters are asked: what the pool holds plays no part; give --master")
+        elif self.options.tokenizer == OFF:
+            notices.append("what the pool holds plays no part, since prompts are not tokenised")
         return notices
 
     def _joined(self, worker: Worker) -> None:
@@ -213,6 +219,7 @@ class Router:
             "expected_pages": prefixes.expected_keys,
             "dropped_pages": prefixes.dropped_keys,
             "books": len(self.conductor),
+            **{f"agreement_{name}_tokens": float(tokens) for name, tokens in self.routing.agreement.tokens.items()},
             **self.knowledge.counts(),
         }
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hicache_master.conductor.prefixes import Prefixes
+from hicache_mooncake.security import ClusterKey
 
 from .kv_events import EventSource, KvEvents
+from .pool import PoolView
 from .prompts import Prompts
 from .workers import Facts, Worker
 
@@ -20,11 +22,20 @@ OFF = "off"
 
 
 class Knowledge:
-    """`tokenizer`: a folder; `auto` for the engines' own, where it can be seen from here; `off`. `ready` is called once, when
-    prompts can be read. For one event loop."""
+    """`tokenizer`: a folder; `auto` for the engines' own, where it can be seen from here; `off`. `masters`: of the pool, none
+    for no pool. `ready` is called once, when prompts can be read. For one event loop."""
 
-    def __init__(self, prefixes: Prefixes, tokenizer: str, ready: Callable[[Prompts], None]) -> None:
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        tokenizer: str,
+        masters: Sequence[str],
+        key: ClusterKey | None,
+        ready: Callable[[Prompts, PoolView | None], None],
+    ) -> None:
         self._prefixes, self._tokenizer, self._ready = prefixes, tokenizer, ready
+        self._masters, self._key = masters, key
+        self.pool: PoolView | None = None
         self._events: dict[str, KvEvents] = {}
         self._workers: dict[str, Worker] = {}
         self._reading: asyncio.Task[None] | None = None
@@ -61,11 +72,22 @@ class Knowledge:
         for events in self._events.values():
             for name, count in events.counts.items():
                 found[f"events_{name}"] = found.get(f"events_{name}", 0) + count
+        if self.pool is not None:
+            found |= {f"pool_{name}": float(count) for name, count in self.pool.counts.items()}
         return found
+
+    def problems(self) -> list[str]:
+        """What the router does without although it should not have to, and what to do."""
+        found = [events.problem for events in self._events.values()]
+        found.append(self.pool.problem if self.pool is not None else "")
+        return [problem for problem in found if problem]
 
     async def close(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        if self.pool is not None:
+            await self.pool.close()
         events, self._events = list(self._events.values()), {}
         await asyncio.gather(*(each.close() for each in events), *self._closing, return_exceptions=True)
         if self.prompts is not None:
@@ -92,7 +114,10 @@ class Knowledge:
             log.warning("prompts are not tokenised: %s: %s", path, error)
             return
         log.info("prompts are tokenised with %s, in pages of %d tokens", path, facts.page_size)
-        self._ready(self.prompts)
+        if self._masters:
+            self.pool = PoolView(self._masters, key=self._key, model=facts.model, bigrams=facts.bigrams)
+            await self.pool.start()
+        self._ready(self.prompts, self.pool)
         for worker in list(self._workers.values()):
             if worker.facts is not None:
                 self._follow(worker, worker.facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,12 @@ from hicache_master.conductor.policies import Candidate
 from hicache_master.conductor.prefixes import DEVICE
 
 from .accounts import Accounts, Assumed, PrefillMeter, Sorted, sort_out
+from .agreement import Agreement
 from .answers import Usage
 from .bodies import Wishes
 from .workers import Worker, Workers
+
+log = logging.getLogger("hicache_master.router")
 
 MAX_ASSUMED = 200_000
 """Pages of an engine that publishes no events."""
@@ -30,6 +34,9 @@ class Flight:
     tokens: int
     keys: Sequence[int]
     read: bool
+    exact: bool = False
+    """By the engines' own names."""
+    namespaced: bool = False
     wishes: Wishes = field(default_factory=Wishes)
     decision: Decision | None = None
     prefill: Worker | None = None
@@ -60,6 +67,7 @@ class Routing:
         self.conductor = conductor
         self.workers = workers
         self.accounts = Accounts()
+        self.agreement = Agreement()
         self.meter = PrefillMeter()
         self.assumed = Assumed(MAX_ASSUMED) if assume else None
         self.follows: Callable[[str], bool] = lambda name: False
@@ -166,13 +174,20 @@ class Routing:
                 self.meter.lost(flight.prefill.name)
             self.conductor.failed(flight.id, now)
 
-    def account(self, flight: Flight, usage: Usage) -> Sorted:
+    def account(self, flight: Flight, usage: Usage, now: float) -> Sorted:
         """Of an answer that is complete. Call once a request."""
         decision, page_tokens = flight.decision, self.conductor.costs.page_tokens
         known, expected = (decision.known_pages, decision.prefill.pages) if decision is not None else (0, 0)
         tokens = usage.prompt_tokens if usage.prompt_tokens is not None else flight.tokens
         done = sort_out(tokens, page_tokens, len(flight.keys), known, expected, usage.cached_tokens, flight.read)
         self.accounts.add(done, usage.by_tier)
+        if flight.exact and usage.cached_tokens is not None and flight.prefill is not None:
+            whole = max(0, tokens - 1) // page_tokens  # the last token is always computed
+            predicted = min(expected, whole) * page_tokens
+            name = flight.prefill.name
+            news = self.agreement.observe(name, predicted, done.cached, now, namespaced=flight.namespaced)
+            if news:
+                log.warning("%s", news)
         return done
 
     def _decide(self, flight: Flight, now: float, avoid: set[str]) -> Decision | Rejection:
@@ -205,5 +220,6 @@ class Routing:
     def _forget(self, name: str) -> None:
         self._incarnations.pop(name, None)
         self.meter.forget(name)
+        self.agreement.forget(name)
         if self.assumed is not None:
             self.assumed.forget(name)

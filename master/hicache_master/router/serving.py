@@ -6,23 +6,22 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
 from hicache_master.conductor.admission import Rejection
-from hicache_master.conductor.prefixes import Prefixes
 
 from .answers import Usage
 from .bodies import PATHS, Asked, BadRequest, Wishes, read_asked, read_wishes, rough, rough_page_tokens, tenant
 from .decisions import Decisions, Entry, describe
 from .fairness import Gate, Ticket
 from .metrics import Metrics
+from .pool import PoolView
 from .probes import Prober
+from .prompts import PromptError, Prompts
 from .proxy import AnswerBroken, ClientGone, EngineFailed, Proxy, forwarded
 from .routing import Flight, Routing
 
@@ -32,28 +31,6 @@ RETRY_S = (1.0, 60.0)
 _STEP = 0.05
 _OVERLOADED = 429
 _UNAVAILABLE = 503
-
-
-class Readable(Protocol):
-    """A prompt as pages: their event hashes, and how many tokens it has in all."""
-
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def keys(self) -> Sequence[int]: ...
-
-
-class Reader(Protocol):
-    """`Prompts`."""
-
-    async def read(self, path: str, body: dict[str, object]) -> Readable: ...
-    def least_tokens(self, path: str, body: dict[str, object]) -> int: ...
-
-
-class Pool(Protocol):
-    """`PoolView`: False when nobody answered in time."""
-
-    async def refresh(self, prompt: Readable, prefixes: Prefixes, timeout_s: float) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +110,8 @@ class Serving:
         metrics: Metrics,
         decisions: Decisions,
         limits: Limits,
-        prompts: Reader | None = None,
-        pool: Pool | None = None,
+        prompts: Prompts | None = None,
+        pool: PoolView | None = None,
     ) -> None:
         self.routing, self.gate, self.proxy, self.prober = routing, gate, proxy, prober
         self.metrics, self.decisions, self.limits = metrics, decisions, limits
@@ -322,12 +299,13 @@ class Serving:
             return
         try:
             prompt = await self.prompts.read(asked.path, asked.body)
-        except ValueError:  # images, or whatever a tokenizer does not read: it goes by what it looks like
+        except PromptError:  # images, or whatever a tokenizer does not read: it goes by what it looks like
             found = rough(asked, rough_page_tokens(costs.page_tokens))
             keys = found.keys if costs.page_tokens == rough_page_tokens(costs.page_tokens) else ()
             flight.tokens, flight.keys, flight.read = max(flight.tokens, found.tokens), keys, False
             return
         flight.tokens, flight.keys, flight.read = max(1, prompt.tokens), prompt.keys, True
+        flight.exact, flight.namespaced = True, prompt.namespaced
         if self.pool is not None and prompt.keys:
             answered = await self.pool.refresh(prompt, self.routing.conductor.prefixes, self.limits.pool_s)
             self.metrics.pool.labels("answered" if answered else "late").inc()
@@ -383,7 +361,7 @@ class Serving:
         self.routing.prefilled(course.flight, now, cached)
 
     def _account(self, course: _Course, usage: Usage) -> None:
-        done = self.routing.account(course.flight, usage)
+        done = self.routing.account(course.flight, usage, self._loop.time())
         if course.entry is not None:
             ttft_ms = round((course.first_at - course.arrived) * 1e3, 3) if course.first_at else None
             course.entry["observed"] = {
