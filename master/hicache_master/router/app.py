@@ -43,6 +43,8 @@ ATTENTION_TOKENS = 45_000
 """Length of a prompt at which attention costs as much as everything else, for the prior: that of LLaMA3-70B."""
 FIXED_S = 0.01
 """Of a prefill, for the prior."""
+CONFIDENCE = 0.95
+"""Part of the predicted times that should not turn out too low: at the limit, every other request that is taken would be late."""
 TICK_S = 1.0
 BACKLOG = 4096
 CLOSE_S = 2.0
@@ -104,7 +106,7 @@ class Router:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._costs = options.costs()
-        admission = Admission(options.admission, options.ttft_slo_s, options.tbt_slo_s)
+        admission = Admission(options.admission, options.ttft_slo_s, options.tbt_slo_s, confidence=CONFIDENCE)
         prefixes = Prefixes(options.max_keys)
         self.conductor = Conductor(POLICIES[options.policy](), self._costs, prefixes, admission)
         self.workers = Workers(options.forget_s, options.model, options.page_size, options.max_running)
