@@ -44,7 +44,7 @@ ATTENTION_TOKENS = 45_000
 FIXED_S = 0.01
 """Of a prefill, for the prior."""
 CONFIDENCE = 0.95
-"""Part of the predicted times that should not turn out too low: at the limit, every other request that is taken would be late."""
+"""Part of the predicted times that should not turn out too low: of those at the limit, the others are late."""
 TICK_S = 1.0
 BACKLOG = 4096
 CLOSE_S = 2.0
