@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -9,7 +10,7 @@ from hicache_master.conductor.admission import Admission, Rejection
 from hicache_master.conductor.books import DecodeBatch, PrefillQueue
 from hicache_master.conductor.cost import Costs, DecodeCost, Links, PrefillCost
 from hicache_master.conductor.decide import LONGEST_S, UNCONFIRMED_S, Conductor, Decision, Request
-from hicache_master.conductor.policies import POLICIES, Fetch
+from hicache_master.conductor.policies import POLICIES, Candidate, Fetch
 from hicache_master.conductor.prefixes import COLD, DEVICE, DRAM, HOST, Prefixes
 
 PAGE_S = 0.1
@@ -294,12 +295,15 @@ def test_what_was_observed_changes_what_is_predicted() -> None:
 def test_books_stay_whole_whatever_happens(policy: str) -> None:
     rng = random.Random(policy)
     conductor = cluster(policy, admission=Admission("predictive", 5.0, 0.016))
+    conductor.add_prefill("both", "1", 0.0, decodes=True)
     now, alive = 0.0, []
     for number in range(300):
         now += rng.expovariate(4)
         first = 40 * rng.randrange(4)
         result = conductor.route(
-            Request(str(number), range(first, first + rng.randrange(30)), 100 * rng.randrange(1, 30), rng.randrange(3)), now
+            Request(str(number), range(first, first + rng.randrange(30)), 100 * rng.randrange(1, 30), rng.randrange(3)),
+            now,
+            rng.sample(("p0", "p1", "both", "d0"), 2),
         )
         conductor.validate()
         if isinstance(result, Decision):
@@ -314,7 +318,7 @@ def test_books_stay_whole_whatever_happens(policy: str) -> None:
             elif act == 1:
                 conductor.fetched(request)
             elif act == 2:
-                conductor.prefilled(request, now, 0, rng.random())
+                conductor.prefilled(request, now, 0, rng.random(), begun=rng.random() < 0.5)
             elif act == 3:
                 conductor.finished(request, now)
             elif act == 4:
@@ -332,6 +336,56 @@ def test_books_stay_whole_whatever_happens(policy: str) -> None:
     assert len(conductor) == 0
     assert [conductor.queue_s(f"p{number}", now) for number in range(3)] == [0, 0, 0]
     assert [conductor.costs.links.in_flight(f"p{number}") for number in range(3)] == [0, 0, 0]
+
+
+def test_an_engine_that_decodes_too_keeps_what_it_prefills_and_its_batch_makes_others_go_elsewhere() -> None:
+    conductor = cluster(prefills=0, decodes=1)
+    for name in ("a", "b"):
+        conductor.add_prefill(name, "1", 0.0, decodes=True)
+    used = []
+    for number in range(6):
+        decision = ask(conductor, str(number), 1, now=float(number), first=100 * number)
+        assert decision.decode == decision.prefill.engine
+        assert conductor.prefilled(str(number), number + 0.5) == decision.decode
+        conductor.validate()
+        used.append(decision.decode)
+    assert used == ["a", "b"] * 3
+    assert (conductor.batch("a").running, conductor.batch("d0").running) == (3, 0)
+    assert sorted(conductor.remove_prefill("a", 9.0)) == ["0", "2", "4"]
+    conductor.validate()
+
+
+def test_engines_that_are_avoided_get_nothing() -> None:
+    conductor = cluster()
+    candidates: list[Candidate] = []
+    for number in range(5):
+        avoid = {"p0", "p2", "d1"}
+        decision = conductor.route(Request(str(number), [number], 100), 0.0, avoid, candidates)
+        assert isinstance(decision, Decision)
+        assert (decision.prefill.engine, decision.decode) == ("p1", "d0")
+    assert {each.engine for each in candidates} == {"p1"}
+    assert conductor.route(Request("r", [1], 100), 0.0, {"p0", "p1", "p2"}) == Rejection("no engine", math.inf, None)
+
+
+def test_a_decode_that_has_begun_is_not_moved_or_rejected() -> None:
+    conductor = cluster(decodes=2, admission=Admission("early", tbt_slo_s=0.0115))
+    decision = ask(conductor, "r", 1)
+    conductor.batch(decision.decode).start("other", 100, 0.0)
+    assert conductor.prefilled("r", 1.0, begun=True) == decision.decode
+
+
+@pytest.mark.parametrize("slo_s", [1.0, 2.0, 3.0, 4.0])
+def test_what_is_hopeless_would_be_rejected_with_all_of_its_pages_known(slo_s: float) -> None:
+    conductor = cluster(prefills=2)
+    for number in range(6):
+        ask(conductor, str(number), 10, first=100 * number)
+    conductor.admission = Admission("early", ttft_slo_s=slo_s)
+    holds(conductor, "p0", range(900, 910), DEVICE)
+    holds(conductor, "p1", range(900, 910), DEVICE)
+    hopeless = conductor.hopeless(Request("r", (), 1), 0.0)
+    assert (hopeless is not None) == (slo_s < 3.0)
+    routed = conductor.route(Request("r", range(900, 910), 1000), 0.0)
+    assert isinstance(routed, Rejection) == (hopeless is not None)
 
 
 def test_a_queue_passes_with_time_but_not_below_what_waits_behind_the_first() -> None:
