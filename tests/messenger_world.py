@@ -15,8 +15,9 @@ from typing import Any
 
 from hicache_mooncake.messenger import actions as a
 from hicache_mooncake.messenger import messages as m
+from hicache_mooncake.messenger.destination import Destination, DestinationState
 from hicache_mooncake.messenger.layout import Layout
-from hicache_mooncake.messenger.session import Destination, DestinationState, Source, SourceState
+from hicache_mooncake.messenger.source import Source, SourceState
 
 LAYOUT = Layout("model", "bf16", 4, ((2, 3), (2, 3), (4,)))
 PAGES = 5

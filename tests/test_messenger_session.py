@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hicache_mooncake.messenger import actions as a
 from hicache_mooncake.messenger import messages as m
-from hicache_mooncake.messenger import session
+from hicache_mooncake.messenger.destination import Destination, DestinationState
 from hicache_mooncake.messenger.layout import Layout, neighbours, pieces
-from hicache_mooncake.messenger.session import Destination, DestinationState, Source, SourceState
+from hicache_mooncake.messenger.source import Source, SourceState, _At
 from hicache_mooncake.protocol import ProtocolError
 from tests.messenger_world import BASES, LAYOUT, LIMITS, PAGES, SESSION, Trouble, World
 
@@ -178,7 +178,7 @@ def tells_of_runs_out_of_order(patch: pytest.MonkeyPatch) -> None:
     speak = Source._speak
 
     def out_of_order(self: Any, now: float) -> None:
-        self._order = type(self._order)(sorted(self._order, key=lambda run: run.at is not session._At.WRITTEN))
+        self._order = type(self._order)(sorted(self._order, key=lambda run: run.at is not _At.WRITTEN))
         speak(self, now)
 
     patch.setattr(Source, "_speak", out_of_order)
@@ -188,7 +188,7 @@ def forgets_what_was_not_counted(patch: pytest.MonkeyPatch) -> None:
     resume = Source._resume
 
     def forgetting(self: Any, now: float) -> None:
-        told = [run for run in self._runs.values() if run.at is session._At.TOLD]
+        told = [run for run in self._runs.values() if run.at is _At.TOLD]
         resume(self, now)
         for run in told:
             if run in self._queue:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from hicache_mooncake.messenger import messages as m
 
+BEATS = 4
+"""Words of each end in the time after which silence means loss."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
