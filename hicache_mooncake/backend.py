@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from hicache_mooncake import plugin
-from hicache_mooncake.client import isolation, weight_updates
+from hicache_mooncake.client import engine_facts, isolation, weight_updates
 from hicache_mooncake.client.chain import PAGES_A_CALL, Chain
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.pools import KV, Need, StoredPool, View
@@ -65,11 +65,12 @@ class HiCacheMooncake(HiCacheStorage):  # type: ignore[misc]
         """Keys for which a side pool's page could not be stored: their KV page would restore nothing. Oldest first."""
         self._metrics = StorageFigures(bool(getattr(storage_config, "enable_storage_metrics", False)))
         rank = f"tp{getattr(storage_config, 'tp_rank', 0)}pp{getattr(storage_config, 'pp_rank', 0)}"
+        facts = engine_facts.read(storage_config)
         client = f"{os.getpid()}:{getattr(storage_config, 'model_name', '')}:{rank}"
-        self.client = PoolClient(settings, client, promise_seconds(settings))
+        self.client = PoolClient(settings, client, promise_seconds(settings, facts))
         self.client.start()
         self._pools = Registry(storage_config, settings, self.client, dynamic=dynamic, refusal=isolation.isolate())
-        self._presence = Presence(storage_config, settings, self.client.client, self._pools, self._namespaces)
+        self._presence = Presence(storage_config, settings, facts, self.client.client, self._pools, self._namespaces)
         self._counts = self._presence.counts
         unseen = weight_updates.watch(self._pools)
         if unseen:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_mooncake import protocol as p
+from hicache_mooncake.client import engine_facts
 from hicache_mooncake.client.promised import MAX_TOLD, PROMISE_S, Told, promise_seconds
 from hicache_mooncake.config import load_settings
 from hicache_mooncake.config_values import MAX_PROMISE_S
@@ -491,8 +494,11 @@ def test_what_is_remembered_of_it_is_bounded() -> None:
 def test_decode_servers_with_a_radix_cache_promise_and_others_do_not(
     monkeypatch: pytest.MonkeyPatch, arguments: dict[str, object], seconds: float
 ) -> None:
-    monkeypatch.setattr("hicache_mooncake.client.weights.server_args", lambda: type("Arguments", (), arguments)())
-    assert promise_seconds(load_settings({}, {})[0]) == seconds
-    assert promise_seconds(load_settings({"promise_s": "auto"}, {})[0]) == seconds
-    assert promise_seconds(load_settings({"promise_s": 0}, {})[0]) == 0.0
-    assert promise_seconds(load_settings({"promise_s": 2}, {})[0]) == 2.0
+    given = SimpleNamespace(get_global_server_args=lambda: SimpleNamespace(**arguments))
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", given)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", SimpleNamespace())
+    facts = engine_facts.read(None)
+    assert promise_seconds(load_settings({}, {})[0], facts) == seconds
+    assert promise_seconds(load_settings({"promise_s": "auto"}, {})[0], facts) == seconds
+    assert promise_seconds(load_settings({"promise_s": 0}, {})[0], facts) == 0.0
+    assert promise_seconds(load_settings({"promise_s": 2}, {})[0], facts) == 2.0

@@ -49,6 +49,11 @@ class EngineFacts:
             "write_policy": self.write_policy,
         }
 
+    @property
+    def promises(self) -> bool:
+        """A decode server with HiCache tells its prefill server what lookups found here."""
+        return self.role == DECODE and self.radix
+
     def writer(self, *, in_a_tree: bool) -> str:
         """Who writes and reads by this backend. `in_a_tree`: its pools were registered as a prefix cache does it; an engine
         with both ways of writing has a backend for each."""

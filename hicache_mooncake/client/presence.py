@@ -47,6 +47,7 @@ class Presence:
         self,
         config: Any,
         settings: Settings,
+        facts: engine_facts.EngineFacts,
         client: str,
         registry: Registry,
         namespaces: Callable[[StoredPool], tuple[Namespace, ...]],
@@ -56,7 +57,7 @@ class Presence:
         self._config = config
         self._registry = registry
         self._namespaces = namespaces
-        self._facts = engine_facts.read(config)
+        self._facts = facts
         self._anchor: Any = None
         self._unshared: list[Unshared] = []
         self._introduction = Introduction(settings, client, self.identity, self._hear)

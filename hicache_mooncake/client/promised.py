@@ -10,7 +10,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
-from hicache_mooncake.client import weights
+from hicache_mooncake.client.engine_facts import EngineFacts
 from hicache_mooncake.config import Settings
 from hicache_mooncake.protocol import HASH_BYTES, select_hashes, split
 
@@ -42,17 +42,11 @@ _WHY = {
 }
 
 
-def promise_seconds(settings: Settings) -> float:
+def promise_seconds(settings: Settings, facts: EngineFacts) -> float:
     """How long this engine counts on what a lookup found; 0: not at all."""
     if settings.promise_s >= 0:
         return settings.promise_s
-    arguments = weights.server_args()
-    promises = (
-        getattr(arguments, "disaggregation_mode", "") == "decode"
-        and getattr(arguments, "disaggregation_decode_enable_radix_cache", False)
-        and getattr(arguments, "enable_hierarchical_cache", False)
-    )
-    return PROMISE_S if promises else 0.0
+    return PROMISE_S if facts.promises else 0.0
 
 
 class Told:

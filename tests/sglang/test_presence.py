@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from hicache_mooncake import sharing
 from hicache_mooncake.backend import HiCacheMooncake
 from hicache_mooncake.client import engine_facts, introduction
+from hicache_mooncake.client.promised import PROMISE_S
 from hicache_mooncake.protocol import RankIdentity
 from hicache_mooncake.sharing import BIGRAMS, DECODE, OFFLOAD, PLAIN, PREFILL, SETTLED_S, TREE, SharingTable
 from tests.conftest import START_S, NodeProcess, wait_until
@@ -128,6 +129,21 @@ def test_both_sides_of_a_cluster(make_backend: MakeBackend, decode_offload: Call
     assert (radix.role, radix.writer, radix.chain) == (DECODE, TREE, BIGRAMS)
     assert prefill.pools == decode.pools == radix.pools
     assert len({prefill.engine, decode.engine}) == 2
+
+
+def test_only_a_decode_server_with_a_tree_counts_on_what_a_lookup_found(
+    make_backend: MakeBackend, decode_offload: Callable[[Any], HiCacheMooncake]
+) -> None:
+    made = {}
+    for name, arguments in (("prefill", PREFILLS), ("tree", RADIX)):
+        with get_context().override_server_args(**arguments):
+            made[name] = make_backend(mha_pool()).client._told
+    with get_context().override_server_args(**OFFLOADS):
+        offload = decode_offload(mha_pool())
+    offload.close()
+    assert made["tree"] is not None
+    assert made["tree"].seconds == PROMISE_S
+    assert made["prefill"] is offload.client._told is None
 
 
 def test_an_engine_with_both_ways_of_writing_has_a_backend_for_each(
