@@ -11,7 +11,7 @@ from hicache_master.conductor.decide import Conductor
 from hicache_master.conductor.policies import POLICIES
 from hicache_master.conductor.prefixes import DEVICE, Prefixes
 from hicache_master.router.accounts import Accounts, Assumed, PrefillMeter, sort_out
-from hicache_master.router.answers import Ends, error_code, read_usage
+from hicache_master.router.answers import Ends, Usage, error_code, read_usage
 from hicache_master.router.app import Options
 from hicache_master.router.bodies import (
     CHAT,
@@ -292,7 +292,7 @@ class World:
         return flight
 
     def answer(self, flight: Flight, now: float, cached: int = 0) -> None:
-        self.routing.prefilled(flight, now, cached)
+        self.routing.prefilled(flight, now, Usage(64 * len(flight.keys), cached))
         self.routing.ended(flight, now, well=True)
         self.conductor.validate()
 
@@ -311,7 +311,7 @@ def test_long_answers_are_spread_even_when_no_prompt_waits() -> None:
     used = []
     for number in range(10):
         flight = world.send(str(number), range(number, number + 1), now=float(number))
-        world.routing.prefilled(flight, number + 0.1, 0)
+        world.routing.prefilled(flight, number + 0.1, None)
         assert flight.prefill is not None
         used.append(flight.prefill.name)
     assert used.count("p0") == used.count("p1") == 5
@@ -413,12 +413,26 @@ def test_the_decode_load_rejects_before_the_prefill_and_steadily() -> None:
         flight = Flight(str(number), 64, range(number, number + 1), read=True)
         if world.routing.route(flight, now) is None:
             world.routing.sent(flight, now)
-            world.routing.prefilled(flight, now, 0)
+            world.routing.prefilled(flight, now, None)
             running.append(flight)
             taken.append(now)
         assert len(running) <= 60
     rates = [sum(start <= at < start + 10 for at in taken) for start in (30, 40, 50, 60)]
     assert min(rates) > 0.9 * max(rates)
+
+
+def test_tokens_that_were_guessed_are_corrected_by_what_the_engine_counts() -> None:
+    """Four characters for a token, and it was one: what is learned and counted does not mix both measures."""
+    world = World(1)
+    seconds = world.conductor.costs.prefill.seconds(640, 0)
+    for number in range(60):
+        flight = world.send(str(number), range(100 * number, 100 * number + 10), now=float(10 * number))
+        world.routing.prefilled(flight, 10 * number + 2 * seconds, Usage(2560, 0))
+        world.routing.ended(flight, 10 * number + 5, well=True)
+    assert world.conductor.costs.prefill.seconds(640, 0) == pytest.approx(2 * seconds, rel=0.1)
+    again = world.send("again", range(10), now=1000.0)
+    done = world.routing.account(again, Usage(2560, 2304), 1001.0)
+    assert done.missed == {"gone": 256}
 
 
 def test_an_explanation_leaves_no_trace() -> None:

@@ -85,8 +85,8 @@ class Answered:
     """Complete, and no error."""
 
 
-Prefilled = Callable[[int | None], None]
-"""The prompt has been computed; so many tokens of it were cached, None for unknown."""
+Prefilled = Callable[[Usage | None, bool], None]
+"""The prompt has been computed: what is known of it by now, and whether the client has got something."""
 
 
 def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
@@ -203,7 +203,7 @@ class Proxy:
         try:
             await asyncio.wait({opening, leg}, return_when=asyncio.FIRST_COMPLETED)
             if leg.done() and not (opening.done() and opening.exception() is None):
-                prefilled(leg.result().cached_tokens)  # raises what went wrong there, which the decode engine waits for in vain
+                prefilled(leg.result(), False)  # raises what went wrong there, which the decode engine waits for in vain
             return await opening
         except BaseException:
             if opening.done() and not opening.cancelled() and opening.exception() is None:
@@ -269,7 +269,7 @@ class Proxy:
         status = upstream.status
         # A whole answer at once says nothing about when its prompt was done; that of a pair the prefill engine says.
         if status == 200 and asked.stream:
-            prefilled(None if flight.pair else ends.usage().cached_tokens)
+            prefilled(None if flight.pair else ends.usage(), True)
         response = web.StreamResponse(status=status)
         for name in _RETURNED:
             value = upstream.headers.get(name)

@@ -55,6 +55,10 @@ class Flight:
     def pair(self) -> bool:
         return self.prefill is not self.answers
 
+    def scale(self, usage: Usage) -> float:
+        """Tokens for one that was guessed."""
+        return 1.0 if self.exact or not usage.prompt_tokens else usage.prompt_tokens / self.tokens
+
     def request(self) -> Request:
         wishes = self.wishes
         return Request(self.id, self.keys, self.tokens, wishes.priority, wishes.ttft_s, wishes.tbt_s)
@@ -137,15 +141,16 @@ class Routing:
         self.conductor.confirm(flight.id, now)
         self.meter.began(flight.prefill.name, now)
 
-    def prefilled(self, flight: Flight, now: float, cached: int | None, guessed: bool = False) -> None:
-        """Its first token has come, or, `guessed`, should have; only the first call counts. `cached`: None for what was
+    def prefilled(self, flight: Flight, now: float, usage: Usage | None, guessed: bool = False) -> None:
+        """Its first token has come, or, `guessed`, should have; only the first call counts. What `usage` does not say was as
         expected."""
         if flight.prefilled_at or flight.prefill is None or flight.decision is None:
             return
         flight.prefilled_at = now
         costs = self.conductor.costs
-        if cached is None:
-            cached = flight.decision.prefill.pages * costs.page_tokens
+        cached = flight.decision.prefill.pages * costs.page_tokens
+        if usage is not None and usage.cached_tokens is not None:
+            cached = round(usage.cached_tokens / flight.scale(usage))
         cached = max(0, min(cached, flight.tokens))
         flight.guessed = guessed
         if guessed:
@@ -169,6 +174,8 @@ class Routing:
                 self.prefilled(flight, now, None, guessed=True)
             self._learn_decode(flight, now, completion_tokens or 0)
             self.conductor.finished(flight.id, now)
+            if self.follows(flight.prefill.name):  # it has said itself by now what it has
+                self.conductor.prefixes.withdraw(flight.id)
         else:
             if not flight.prefilled_at:
                 self.meter.lost(flight.prefill.name)
@@ -176,7 +183,8 @@ class Routing:
 
     def account(self, flight: Flight, usage: Usage, now: float) -> Sorted:
         """Of an answer that is complete. Call once a request."""
-        decision, page_tokens = flight.decision, self.conductor.costs.page_tokens
+        decision = flight.decision
+        page_tokens = max(1, round(self.conductor.costs.page_tokens * flight.scale(usage)))
         known, expected = (decision.known_pages, decision.prefill.pages) if decision is not None else (0, 0)
         tokens = usage.prompt_tokens if usage.prompt_tokens is not None else flight.tokens
         done = sort_out(tokens, page_tokens, len(flight.keys), known, expected, usage.cached_tokens, flight.read)

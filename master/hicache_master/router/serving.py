@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -330,9 +331,7 @@ class Serving:
             timer = self._loop.call_later(flight.decision.prefill.ttft_s, self._guess, flight, flight.decision)
         well, usage = False, Usage()
         try:
-            answered = await self.proxy.carry(
-                course.http, flight, asked, headers, lambda cached: self._prefilled(course, cached)
-            )
+            answered = await self.proxy.carry(course.http, flight, asked, headers, partial(self._prefilled, course))
             well, usage = answered.well, answered.usage
             flight.prefill.breaker.succeeded()
             flight.answers.breaker.succeeded()
@@ -353,12 +352,12 @@ class Serving:
         if flight.sending and flight.decision is decision:
             self.routing.prefilled(flight, self._loop.time(), None, guessed=True)
 
-    def _prefilled(self, course: _Course, cached: int | None) -> None:
+    def _prefilled(self, course: _Course, usage: Usage | None, first_byte: bool) -> None:
         now = self._loop.time()
-        if not course.first_at:
+        if first_byte and not course.first_at:
             course.first_at = now
             self.metrics.ttft.observe(now - course.arrived)
-        self.routing.prefilled(course.flight, now, cached)
+        self.routing.prefilled(course.flight, now, usage)
 
     def _account(self, course: _Course, usage: Usage) -> None:
         done = self.routing.account(course.flight, usage, self._loop.time())
