@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 HASH_BYTES = 32
 _STORAGE_TAG = b"sglang-cache-namespace-v1"
 _EVENT_TAG = b"sglang-kv-event-namespace-v1"
@@ -63,13 +65,12 @@ def page_hashes(tokens: Sequence[int], page_size: int, *, seed: bytes = b"", big
         words = pairs
     if sys.byteorder == "big":
         words.byteswap()
-    data = memoryview(words.tobytes())
+    data = words.tobytes()
     step = page_size * words.itemsize * (2 if bigrams else 1)
     digest, digests = seed, []
+    sha256 = hashlib.sha256
     for end in range(step, len(data) + 1, step):
-        page = hashlib.sha256(digest)
-        page.update(data[end - step : end])
-        digest = page.digest()
+        digest = sha256(digest + data[end - step : end]).digest()
         digests.append(digest)
     return b"".join(digests)
 
@@ -88,11 +89,11 @@ def event_seed(namespace: CacheNamespace) -> bytes:
 def event_keys(hashes: bytes, namespace: CacheNamespace, *, dynamo: bool = False) -> tuple[int, ...]:
     """The pages' names in KV events. `hashes`: the chain that starts from `event_seed`. `dynamo`: with "format": "dynamo" in
     SGLang's --kv-events-config, in which the names depend on extra key and salt; else on a LoRA adapter alone."""
-    heads = [hashes[start : start + 8] for start in range(0, len(hashes), HASH_BYTES)]
     if not namespace.plain and (dynamo or namespace.adapter_id is not None):
         seed = _digest(_EVENT_TAG, namespace.key, namespace.cache_salt if dynamo else None)
-        heads = [hashlib.sha256(seed + head).digest()[:8] for head in heads]
-    return tuple(int.from_bytes(head, "big", signed=True) for head in heads)
+        heads = (hashes[start : start + 8] for start in range(0, len(hashes), HASH_BYTES))
+        hashes = b"".join(hashlib.sha256(seed + head).digest() for head in heads)
+    return tuple(np.frombuffer(hashes, ">i8")[:: HASH_BYTES // 8].tolist())
 
 
 def _digest(tag: bytes, *parts: str | None) -> bytes:

@@ -17,8 +17,8 @@ THREADS = 2
 MAX_WAITING = 64
 """Prompts that are read, or wait for it, at a time."""
 MAX_CHARS = 8_000_000
-INLINE_TOKENS = 16_384
-"""Prompts of so many token ids are hashed where they are: it takes less than to wake a thread."""
+INLINE_TOKENS, INLINE_PAGES = 16_384, 256
+"""Prompts of so many token ids are hashed where they are: it takes about as long as to wake a thread."""
 _MEDIA = ("image_data", "video_data", "audio_data")
 _NFC_FACTOR = 4
 """A normalizer may make one character out of so many."""
@@ -94,7 +94,7 @@ class Prompts:
     async def read(self, path: str, body: Mapping[str, Any]) -> Prompt:
         """Raises PromptError. The body is read, here or in a thread: do not change it meanwhile."""
         tokens = given_tokens(path, body)
-        if tokens is not None and len(tokens) <= INLINE_TOKENS:
+        if tokens is not None and len(tokens) <= min(INLINE_TOKENS, INLINE_PAGES * self.page_size):
             return self.read_now(path, body)
         if self._waiting >= self._max_waiting:
             raise PromptError(f"{self._waiting} prompts are being read already")
