@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.arg_groups.kv_cache_hook import handle_cache_compatibility
 from sglang.srt.disaggregation.decode_kvcache_offload_manager import DecodeKVCacheOffloadManager
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import compute_node_hash_values, get_hash_str
@@ -273,6 +274,22 @@ def test_a_sound_configuration_is_warned_of_nothing() -> None:
 )
 def test_settings_without_effect_or_against_each_other_are_named(fields: dict[str, Any], words: str) -> None:
     assert words in warnings(**fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (OFFLOADS, "only supported when hicache-storage-backend is provided"),
+        (
+            OFFLOADS | {"disaggregation_mode": "prefill", "hicache_storage_backend": "mooncake"},
+            "only supported for decode side",
+        ),
+        ({"enable_hierarchical_cache": True, "disable_radix_cache": True}, "mutually exclusive"),
+    ],
+)
+def test_what_could_have_no_effect_sglang_refuses_itself(arguments: dict[str, Any], words: str) -> None:
+    with get_context().override_server_args(**arguments) as given, pytest.raises(ValueError, match=words):
+        handle_cache_compatibility(given)
 
 
 def test_a_stride_is_a_whole_number_of_pages() -> None:
