@@ -30,6 +30,12 @@ def test_pages_that_are_named_otherwise_are_noticed() -> None:
     assert agreement.problems() == {"e": said}
 
 
+def test_an_engine_that_fetches_what_nobody_told_it_to_is_no_news() -> None:
+    agreement = Agreement()
+    assert not any(agreement.observe("e", 0, 512, float(second), known=512) for second in range(500))
+    assert agreement.tokens["unexpected"] == 0
+
+
 def test_what_is_expected_and_not_there_is_noticed() -> None:
     (said,) = run(Agreement(), 500, 1024, 128)
     assert "88% of the tokens that e was expected to find" in said

@@ -46,9 +46,8 @@ class _Sums:
     plainly_wrong: dict[str, float] = field(default_factory=lambda: {UNEXPECTED: 0.0, MISSING: 0.0})
     """The same of requests without adapter, extra key and salt."""
 
-    def add(self, expected: int, found: int, namespaced: bool) -> None:
+    def add(self, expected: int, found: int, wrong: Mapping[str, int], namespaced: bool) -> None:
         keep = 1 - 1 / WINDOW
-        wrong = {UNEXPECTED: max(0, found - expected), MISSING: max(0, expected - found)}
         self.requests = self.requests * keep + 1
         self.expected = self.expected * keep + expected
         self.found = self.found * keep + found
@@ -80,19 +79,22 @@ class Agreement:
         self.tokens = {"expected": 0, "found": 0, UNEXPECTED: 0, MISSING: 0}
         """Of all engines since the start."""
 
-    def observe(self, engine: str, expected: int, found: int, now: float, *, namespaced: bool = False) -> str:
-        """Of one request whose pages were known: tokens that this engine was expected to have, and those that it reports as
-        cached. Returns what to log, once for each disagreement that begins; else "".
+    def observe(self, engine: str, expected: int, found: int, now: float, *, known: int = 0, namespaced: bool = False) -> str:
+        """Of one request whose pages were read: tokens that this engine was expected to have or to be sent, and those that it
+        reports as cached; `known` to be anywhere, where that is more: an engine may fetch what nobody told it to. Returns what
+        to log, once for each disagreement that begins; else "".
 
-        Requests without either say nothing, and those whose last page only its last token lacks are the caller's to round."""
-        self._count(expected, found)
+        Requests without either say nothing, and an engine never finds the last token: round to whole pages before that."""
+        wrong = {UNEXPECTED: max(0, found - max(expected, known)), MISSING: max(0, expected - found)}
+        for name, tokens in {"expected": expected, "found": found, **wrong}.items():
+            self.tokens[name] += tokens
         if not expected and not found:
             return ""
         entry = self._engines.setdefault(engine, _Engine())
         self._engines.move_to_end(engine)
         while len(self._engines) > MAX_ENGINES:
             self._engines.popitem(last=False)
-        entry.sums.add(expected, found, namespaced)
+        entry.sums.add(expected, found, wrong, namespaced)
         return self._judge(engine, entry, now)
 
     def forget(self, engine: str) -> None:
@@ -102,15 +104,6 @@ class Agreement:
     def problems(self) -> Mapping[str, str]:
         """By engine: in what it disagrees, and what to do. Those that agree are left out."""
         return {engine: entry.problem for engine, entry in self._engines.items() if entry.problem}
-
-    def _count(self, expected: int, found: int) -> None:
-        for name, tokens in (
-            ("expected", expected),
-            ("found", found),
-            (UNEXPECTED, max(0, found - expected)),
-            (MISSING, max(0, expected - found)),
-        ):
-            self.tokens[name] += tokens
 
     def _judge(self, engine: str, entry: _Engine, now: float) -> str:
         news = ""

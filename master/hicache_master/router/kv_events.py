@@ -97,7 +97,7 @@ class KvEvents:
 
     @property
     def problem(self) -> str:
-        """Why what is known of this engine's cache is wrong or poor, and what to do; empty if it is not."""
+        """Why nothing is known of this engine's cache, and what to do; empty if it is."""
         size = self._cache.other_page_size or self._source.block_size
         if size and size != self._cache.page_size:
             return (
@@ -108,11 +108,6 @@ class KvEvents:
             return (
                 f"no events come from {self.name} at {self._source.endpoint}: is --kv-events-config set there, and can that be"
                 " reached from here?"
-            )
-        if self.counts["lost"] and not self._source.replay_endpoint:
-            return (
-                f"events of {self.name} were lost, and all that was known of its cache with them: set replay_endpoint in its"
-                " --kv-events-config"
             )
         return ""
 
@@ -203,6 +198,11 @@ class KvEvents:
     def _complain(self) -> None:
         if (problem := self.problem) and (self.connected or self._waited):
             self._tell(problem)
+        if self.counts["lost"] and not self._source.replay_endpoint:
+            self._tell(
+                f"events of {self.name} were lost, and all that was known of its cache with them: set replay_endpoint in its"
+                " --kv-events-config"
+            )
         self._waited = True
 
     def _tell(self, text: str) -> None:

@@ -191,9 +191,9 @@ class Routing:
         self.accounts.add(done, usage.by_tier)
         if flight.exact and usage.cached_tokens is not None and flight.prefill is not None:
             whole = max(0, tokens - 1) // page_tokens  # the last token is always computed
-            predicted = min(expected, whole) * page_tokens
-            name = flight.prefill.name
-            news = self.agreement.observe(name, predicted, done.cached, now, namespaced=flight.namespaced)
+            predicted, somewhere = min(expected, whole) * page_tokens, min(known, whole) * page_tokens
+            name, apart = flight.prefill.name, flight.namespaced
+            news = self.agreement.observe(name, predicted, done.cached, now, known=somewhere, namespaced=apart)
             if news:
                 log.warning("%s", news)
         return done
