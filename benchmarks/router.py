@@ -69,7 +69,8 @@ class Stage:
 
     def ours(self, urls: Sequence[str], args: Sequence[str] = ()) -> Router:
         workers = [("--worker", url) for url in urls]
-        return Ours(workers, log=self.folder / "conductor.log", args=[*self.ours_args, *args], env=environment())
+        log, reads = self.folder / "conductor.log", self.ours_args != ["--tokenizer", "off"]
+        return Ours(workers, log=log, args=[*self.ours_args, *args], env=environment(), reads=reads)
 
     def show(self, title: str, rows: Mapping[str, Mapping[str, str]]) -> None:
         table = Table(title=title, title_justify="left")

@@ -54,7 +54,9 @@ def real(stage: Stage) -> None:
             workers = [("--worker", f"{engine.url},store={node.name}") for engine, node in zip(engines, nodes, strict=True)]
             args = ["--prefill-rate", "1500", "--token-bytes", "4096", "--tokenizer", str(model), "--master", master.address]
             routers: dict[str, Router] = {
-                "ours": stack.enter_context(Ours(workers, log=stage.folder / "real-ours.log", args=args, env=environment()))
+                "ours": stack.enter_context(
+                    Ours(workers, log=stage.folder / "real-ours.log", args=args, env=environment(), reads=True)
+                )
             }
             if stage.sglang:
                 urls = [engine.url for engine in engines]

@@ -18,7 +18,8 @@ READY_S = 180.0
 
 
 class ConductorProcess(ManagedProcess):
-    """`engines`: options and their values, such as `("--worker", url)`. `with` starts it and waits until all of them are up."""
+    """`engines`: options and their values, such as `("--worker", url)`. `with` starts it and waits until all of them are up,
+    and, with `reads`, until it can read prompts."""
 
     def __init__(
         self,
@@ -28,9 +29,11 @@ class ConductorProcess(ManagedProcess):
         args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         port: int | None = None,
+        reads: bool = False,
     ) -> None:
         self.port = port if port is not None else free_port()
         self.engines = len(engines)
+        self.reads = reads
         command = [sys.executable, "-m", "hicache_mooncake.cli", "conductor", "--listen", f"{HOST}:{self.port}"]
         command += [word for pair in engines for word in pair]
         super().__init__("conductor", [*command, *args], log=log, env=dict(own_environment() if env is None else env))
@@ -41,9 +44,12 @@ class ConductorProcess(ManagedProcess):
 
     def knows_all(self) -> bool:
         try:
-            return sum(1 for worker in self.workers() if worker["state"] == "up") == self.engines
+            up = sum(1 for worker in self.workers() if worker["state"] == "up")
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as response:
+                reads = bool(json.load(response)["reads_prompts"])
         except (OSError, HTTPException):
             return False
+        return up == self.engines and (reads or not self.reads)
 
     def workers(self) -> list[dict[str, Any]]:
         with urllib.request.urlopen(f"{self.url}/workers", timeout=10) as response:

@@ -74,8 +74,9 @@ def with_events(model: Path) -> Engine:
     return Engine(model, args=("--kv-events-config", json.dumps(config)))
 
 
-def router_args(model: Path, hosts: list[Host]) -> list[str]:
-    return ["--tokenizer", str(model), "--master", hosts[0].master.address]
+def make_router(engines: list[tuple[str, str]], model: Path, hosts: list[Host], logs: Path) -> ConductorProcess:
+    args = ["--tokenizer", str(model), "--master", hosts[0].master.address]
+    return ConductorProcess(engines, log=logs / "conductor.log", args=args, env=cpu_environment(), reads=True)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     logs = tmp_path_factory.mktemp("router")
     with running_hosts(logs, with_events(model), with_events(model)) as hosts:
         engines = [("--worker", f"{host.engine.url},store={host.node.name}") for host in hosts]
-        router = ConductorProcess(engines, log=logs / "conductor.log", args=router_args(model, hosts), env=cpu_environment())
+        router = make_router(engines, model, hosts, logs)
         RUNNING.append(router)
         with router:
             yield Cluster(router, hosts)
@@ -157,8 +158,7 @@ def test_a_pair_answers_behind_the_router_and_both_halves_end_with_their_client(
     with running_hosts(tmp_path, Engine(model, role="prefill", ratio=2), Engine(model, role="decode", ratio=0.05)) as hosts:
         prefill, decode = (host.engine for host in hosts)
         engines = [("--prefill", f"{prefill.url}:{prefill.bootstrap_port}"), ("--decode", decode.url)]
-        args = router_args(model, hosts)
-        with ConductorProcess(engines, log=tmp_path / "conductor.log", args=args, env=cpu_environment()) as router:
+        with make_router(engines, model, hosts, tmp_path) as router:
             first = generate(router.url, PAIRED, max_new_tokens=ANSWER_TOKENS)
             assert first.output_ids == right[PAIRED]
             turn = (*PAIRED, *first.output_ids, *PAIRED_NEXT)

@@ -72,7 +72,8 @@ class Admin:
         for worker in workers:
             states[worker.state] = states.get(worker.state, 0) + 1
         gate = self._serving.gate
-        answer = {"ready": ready, "workers": states, "in_flight": gate.inside, "waiting": gate.queued}
+        reads = self._serving.prompts is not None
+        answer = {"ready": ready, "workers": states, "in_flight": gate.inside, "waiting": gate.queued, "reads_prompts": reads}
         answer["problems"] = [*self._problems(), *self._serving.routing.agreement.problems().values()]
         return web.json_response(answer, status=200 if ready else 503)
 
