@@ -296,6 +296,22 @@ def test_a_prefill_engine_that_fails_costs_no_answer_while_there_is_another() ->
     run(test)
 
 
+@pytest.mark.parametrize("kind", ["refuse", "error"])
+@pytest.mark.parametrize("broken", ["prefill", "decode"])
+def test_the_half_of_a_pair_that_fails_is_blamed_and_not_the_other_one(kind: Any, broken: str) -> None:
+    async def test() -> None:
+        async with engines(*PAIR, *PAIR) as found, routed(with_engines(found)) as client:
+            bad = next(engine for engine in found if engine.settings.mode == broken)
+            bad.faults.append(Fault(kind, times=-1))
+            for number in range(6):
+                body = {"text": f"{number} {TEXT}", "sampling_params": {"max_new_tokens": 2}}
+                assert (await client.ask("/generate", body))[0] == 200
+            blamed = await client.metric(f'hicache_router_engine_failures_total{{worker="{bad.url.removeprefix("http://")}"}}')
+            assert blamed == await client.metric("hicache_router_engine_failures_total") > 0
+
+    run(test)
+
+
 def test_an_engine_that_restarts_is_known_to_be_empty_and_gets_requests_again() -> None:
     async def test() -> None:
         async with engines(*plain(1)) as (engine,), routed(with_engines([engine])) as client:

@@ -30,6 +30,8 @@ class Usage:
 
 def read_usage(data: bytes) -> Usage:
     """The last of each count: a stream of SGLang's repeats them, growing."""
+    if b"_tokens" not in data:
+        return Usage()
     found = {name: int(value) for name, value in _COUNT.findall(data)}
     by_tier: dict[str, int] = {}
     details = _DETAILS.findall(data)

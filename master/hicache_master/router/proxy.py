@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -23,6 +24,8 @@ KEEP_ALIVE_S = 4.0
 ABORT_S = 5.0
 LEG_S = 30.0
 """How long a prefill engine may take to say that it is done, when the answer is complete."""
+BLAME_S = 0.3
+"""How long the other half of a pair is waited for, when one has failed, to know which of them it was."""
 MAX_ERROR_BYTES = 64 << 10
 _READ_BYTES = 256 << 10
 _LEAST_RID_CHARS = 16
@@ -200,14 +203,17 @@ class Proxy:
         prefilled: Prefilled,
     ) -> tuple[aiohttp.ClientResponse, bytes]:
         opening = asyncio.create_task(self._first(worker, path, raw, headers))
+        halves: tuple[asyncio.Task[Any], ...] = (leg, opening)
         try:
-            await asyncio.wait({opening, leg}, return_when=asyncio.FIRST_COMPLETED)
-            if leg.done() and not (opening.done() and opening.exception() is None):
-                prefilled(leg.result(), False)  # raises what went wrong there, which the decode engine waits for in vain
+            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            if leg.done() and not opening.done() and leg.exception() is None:
+                prefilled(leg.result(), False)
+                await asyncio.wait({opening})
+            if any(half.done() and half.exception() is not None for half in halves):
+                await asyncio.wait(halves, timeout=BLAME_S)
+                _blame(leg, opening)
             return await opening
         except BaseException:
-            if opening.done() and not opening.cancelled() and opening.exception() is None:
-                opening.result()[0].close()
             opening.cancel()
             opening.add_done_callback(_close_result)
             raise
@@ -300,6 +306,18 @@ class Proxy:
             await response.write_eof()
         well = status == 200 and b'data: {"error"' not in ends.tail() and error_code(ends.first) is None
         return Answered(response, status, ends.usage() if well else Usage(), well)
+
+
+def _blame(leg: asyncio.Task[Usage], opening: asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]) -> None:
+    """One half of a pair has failed, and the other one for that reason, perhaps. Raises the error of the one that broke off:
+    one that still answers only tells of it. If both do, it was the prefill engine, without which the other has nothing."""
+    if opening.done() and opening.exception() is None:
+        return
+    errors = [half.exception() for half in (leg, opening) if half.done() and half.exception() is not None]
+    broken = [error for error in errors if isinstance(error, EngineFailed) and not error.status]
+    error = next(iter(broken or errors))
+    assert error is not None
+    raise error
 
 
 def _failure(worker: Worker, error: BaseException) -> EngineFailed:
