@@ -105,7 +105,7 @@ def test_a_prefetch_that_sglang_declines_takes_the_promise_back_before_prefill_i
     tree.controller.prefetch_tokens_occupied = tree.controller.prefetch_capacity_limit
     decode._start_hicache_prefetch(req, match)
     assert match.decode_prefix_len == 0, "prefill sends it all"
-    assert report(tree)["promised"] == 8
+    assert report(tree)["promises"] == 8
     wait_until(lambda: report(tree)["promised"] == 0, START_S, "a promise that nobody takes up ends by time")
     assert report(tree)["promises_expired"] == 8
 
