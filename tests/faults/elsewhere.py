@@ -360,6 +360,103 @@ ELSEWHERE: dict[str, tuple[str, str, str]] = {
         "the next one finds the cache warm",
         "host",
     ),
+    # More of the disk.
+    "tests/test_cold_faults.py::test_a_clear_that_the_disk_refuses_holds_and_is_saved_later": (
+        "a namespace is cleared, and the cold tier's disk refuses to note that",
+        "nothing: the clear holds at once, and is noted when the disk takes it",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_a_full_disk_keeps_what_is_there_and_goes_round_in_it": (
+        "the disk has no room for another segment (ENOSPC, EDQUOT)",
+        "nothing: the tier goes round in the segments that it has, and takes more when there is room",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_a_disk_that_hangs_under_a_write_holds_up_no_reader": (
+        "the disk hangs under a write",
+        "nothing: lookups and reads of what is there go on",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_a_directory_of_somebody_else_is_refused": (
+        "the tier's directory is another user's, a link, or may be written by others",
+        "the node does not start, with one line that says so",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_what_another_version_left_stays": (
+        "the directory has a tier of another version",
+        "a tier of its own beside it; the log names what may be deleted",
+        "disk",
+    ),
+    "tests/test_cold_faults.py::test_who_looks_and_is_killed_pins_nothing": (
+        "a process that reads the tier's index is killed",
+        "nothing: what it held of the index is let go, and the index does not grow",
+        "disk",
+    ),
+    # Prefill and decode on servers of their own.
+    "tests/e2e/test_pd_faults.py::test_a_node_that_is_killed_between_turns_costs_its_pages_and_no_answer": (
+        "kill -9 of a node of the prefill or of the decode server, between two turns",
+        "misses for its pages: every answer is the right one; it is used again when it is back",
+        "pd",
+    ),
+    "tests/e2e/test_pd_faults.py::test_a_decode_server_that_is_killed_in_mid_answer_leaves_what_was_written": (
+        "kill -9 of a decode server in the middle of an answer",
+        "that request ends with an error; the pages that were written are found, and not written again",
+        "pd",
+    ),
+    "tests/e2e/test_pd_faults.py::test_a_restarted_prefill_server_finds_all_that_was_said": (
+        "kill -9 and restart of a prefill server, between two turns",
+        "nothing: it finds all full pages of prompts and answers",
+        "pd",
+    ),
+    "tests/e2e/test_pd_faults.py::test_a_master_that_restarts_costs_no_answer_and_no_page": (
+        "kill -9 and restart of the only master, between turns",
+        "misses for pages of other hosts meanwhile: every answer is the right one, and no page is lost",
+        "pd",
+    ),
+    "tests/e2e/test_pd_faults.py::test_while_the_prefill_server_is_gone_requests_end_with_an_error": (
+        "kill -9 of the only prefill server",
+        "requests end with an error that names it, none hangs; answers again when it is back",
+        "pd",
+    ),
+    "tests/e2e/test_pd_apart.py::test_a_pair_that_can_never_share_is_named_everywhere_and_answers_right": (
+        "prefill and decode are given other tags and layouts",
+        "every answer is the right one, and no page of the other side is found; logs, `doctor` and a metric name both settings",
+        "pd",
+    ),
+    "tests/sglang/test_pd_trees.py::test_what_decode_has_promised_is_there_when_it_is_loaded_however_full_the_node_gets": (
+        "the node is filled four times over between a decode server's promise to prefill and its load",
+        "nothing: what was promised is loaded",
+        "pd",
+    ),
+    "tests/sglang/test_pd_trees.py::test_a_promised_page_that_is_gone_fails_the_restore_and_is_counted": (
+        "pages that a decode server has promised to prefill are cleared before it loads them",
+        "SGLang fails the request; counted by reason, and logged (`broken_promises`)",
+        "pd",
+    ),
+    "tests/sglang/test_pd_trees.py::test_a_prefetch_that_sglang_declines_takes_the_promise_back_before_prefill_is_told": (
+        "SGLang declines the prefetch of what a lookup has found",
+        "nothing: prefill sends it all, and what the node kept for it is let go by time",
+        "pd",
+    ),
+    "tests/sglang/test_pd_trees.py::test_l2_without_room_after_the_promise_fails_the_request": (
+        "the decode server's host pool has no room for what it has promised",
+        "SGLang fails the request; no promise of the pool's is broken",
+        "pd",
+    ),
+    "tests/sglang/test_decode_offload.py::test_what_is_being_written_is_what_was_computed_though_its_slots_have_new_owners": (
+        "the pool takes nothing until an offloaded answer has ended and its device slots have new owners",
+        "nothing: all of it is written, byte for byte",
+        "pd",
+    ),
+    "tests/sglang/test_decode_offload.py::test_requests_of_all_lengths_leave_no_slot_behind_though_l2_was_full": (
+        "the pool takes nothing until the decode server's host pool is full",
+        "pages that had no room there are not written; no slot is lost on the device or in the host pool",
+        "pd",
+    ),
+    "tests/sglang/test_pp_stages.py::test_stages_agree_on_what_all_have_and_a_promise_lasts_until_the_late_one_asks": (
+        "one pipeline stage sees a request seconds after the other, whose node is filled meanwhile",
+        "nothing with `promise_s`, misses without; both stages load the same prefix",
+        "pd",
+    ),
 }
 
 if __name__ == "__main__":  # for `make failures`: what to give to pytest to run every test that has a row
