@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hicache_mooncake.security import ClusterKey
 from hicache_mooncake.sharing import DECODE, OFFLOAD, PREFILL, SharingTable
 from hicache_mooncake.testing.local import FakeRank, page_hash
 from tests.conftest import START_S, NodeProcess, wait_until
+from tests.etcd import etcd_server, needs_etcd
 from tests.test_master_server import Running
 from tests.test_sharing import engine
 
@@ -304,6 +306,29 @@ def test_each_shard_is_asked_for_its_own(world: World) -> None:
             assert prefixes.match(PAGES.keys, 0.0).lengths[DRAM] == {"a": 6}, "what is known stays"
 
     asyncio.run(scenario())
+
+
+@needs_etcd
+def test_masters_are_found_in_etcd_and_may_change_there(world: World, tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as etcd:
+        first = world.master(etcd=etcd.address, cluster="prod")
+        world.node("a", f"etcd://{etcd.address}/prod")
+        ranks = engine("p", PREFILL)
+        world.tell("a", ranks)
+        world.store("a", ranks[0].pools[0].namespaces[0], *range(6))
+
+        async def scenario() -> None:
+            prefixes = Prefixes()
+            async with seeing(f"etcd://{etcd.address}/prod") as view:
+                await until_seen(view, prefixes, {"a": 6})
+                second = await asyncio.to_thread(lambda: world.master(etcd=etcd.address, cluster="prod"))
+                assert first != second
+                await until(lambda: len(view.masters) == 2)
+                await asyncio.to_thread(world.masters[0].close)
+                await until(lambda: view.masters == [second])
+                await until_seen(view, prefixes, {"a": 6})
+
+        asyncio.run(scenario())
 
 
 def test_only_members_see_the_pool(world: World) -> None:

@@ -208,3 +208,13 @@ def test_there_is_a_limit_on_engines_and_no_two_with_one_address() -> None:
     workers.gone(0.0)
     with pytest.raises(WorkerError, match="there already"):
         workers.add(make_spec({"url": "http://h:2", "name": "again"}), 0.0)
+
+
+def test_what_decides_about_the_names_of_pages_is_read_from_what_an_engine_says() -> None:
+    facts = read_facts({"speculative_algorithm": "FROZEN_KV_MTP", "default_chat_template_kwargs": {"enable_thinking": False}})
+    assert facts.bigrams
+    assert facts.template_defaults == {"enable_thinking": False}
+    assert read_facts({"speculative_algorithm": "EAGLE3"}).bigrams
+    plain = read_facts({"speculative_algorithm": "NGRAM", "default_chat_template_kwargs": None})
+    assert not plain.bigrams
+    assert plain.template_defaults == {}

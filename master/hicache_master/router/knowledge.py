@@ -109,6 +109,7 @@ class Knowledge:
                 adapters=facts.adapters,
                 served_model_name=facts.model,
                 chat_template=_template(facts.chat_template),
+                template_defaults=facts.template_defaults,
             )
         except Exception as error:  # libraries raise what they like about a folder
             log.warning("prompts are not tokenised: %s: %s", path, error)

@@ -212,6 +212,11 @@ class PoolView:
         return self._problem
 
     @property
+    def masters(self) -> list[str]:
+        """Those that are asked, by address."""
+        return self._table.known
+
+    @property
     def kinds(self) -> Sequence[PageKind]:
         """What is asked for."""
         return self._kinds

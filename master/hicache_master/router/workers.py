@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 Role = Literal["plain", "prefill", "decode"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
+_BIGRAMS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
+"""Speculative algorithms with which SGLang's tree has pairs of tokens."""
 MAX_WORKERS = 512
 FAILURES = 3
 """In a row, after which a breaker opens."""
@@ -125,13 +127,15 @@ class Facts:
     """Its events are in that format."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     chat_template: str = ""
+    template_defaults: Mapping[str, object] = field(default_factory=dict)
+    """--default-chat-template-kwargs"""
 
 
 def read_facts(info: Mapping[str, object]) -> Facts:
     """From `/server_info`. What is missing or odd is left out: releases differ."""
     modes: dict[object, Role] = {"prefill": "prefill", "decode": "decode"}
     role = modes.get(info.get("disaggregation_mode"), "plain")
-    events = info.get("kv_events")
+    events, defaults = info.get("kv_events"), info.get("default_chat_template_kwargs")
     states = info.get("internal_states")
     state = states[0] if isinstance(states, list) and states and isinstance(states[0], Mapping) else {}
     ranks = max(1, _whole(info.get("dp_size")) or 1)
@@ -148,10 +152,11 @@ def read_facts(info: Mapping[str, object]) -> Facts:
         max_running=(running or 0) * ranks,
         max_tokens=(_whole(info.get("max_total_num_tokens")) or 0) * ranks,
         kv_events=events if isinstance(events, Mapping) else None,
-        bigrams=str(info.get("speculative_algorithm") or "").upper().startswith("EAGLE"),
+        bigrams=str(info.get("speculative_algorithm") or "").upper() in _BIGRAMS,
         dynamo='"dynamo"' in str(info.get("kv_events_config") or ""),
         adapters=_adapters(info.get("lora_paths")),
         chat_template=str(info.get("chat_template") or ""),
+        template_defaults=defaults if isinstance(defaults, Mapping) else {},
     )
 
 
