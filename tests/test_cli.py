@@ -710,7 +710,7 @@ def test_a_temporary_node_that_does_not_start_leaves_its_reason_and_no_process(
 # --------------------------------------------------------------------------- systemd units
 
 
-@pytest.mark.parametrize("unit", ["node", "master"])
+@pytest.mark.parametrize("unit", ["node", "master", "conductor"])
 def test_the_units_start_commands_that_exist(unit: str) -> None:
     text = (ROOT / "docs" / "systemd" / f"hicache-mooncake-{unit}.service").read_text()
     (start,) = re.findall(r"^ExecStart=/usr/bin/env hicache-mooncake (.*)$", text, re.MULTILINE)

@@ -8,8 +8,9 @@ import math
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -112,7 +113,7 @@ def conductor_command(
         if len({spec.name for spec in specs}) < len(specs):
             raise ValueError("two engines have the same name or address")
         options = Options(
-            listen=join_address(*split_address(listen)),
+            listen=_parsed("--listen", listen, lambda text: join_address(*split_address(text))),
             workers=specs,
             policy=policy,
             admission=admission,
@@ -125,7 +126,12 @@ def conductor_command(
             threshold=threshold,
             max_running=max_running,
             waiting=waiting,
-            limits=Limits(parse_size(max_body), parse_size(max_buffered), wait_s, retries),
+            limits=Limits(
+                _parsed("--max-body", max_body, parse_size),
+                _parsed("--max-buffered", max_buffered, parse_size),
+                wait_s,
+                retries,
+            ),
             stall_s=stall_s,
             drain_s=drain_s,
             decisions_every=decisions,
@@ -134,13 +140,24 @@ def conductor_command(
             engine_key=_secret(engine_key_file, "--engine-key-file"),
             model=model,
             tokenizer=tokenizer,
-            masters=parse_masters(",".join(master)) if master else (),
+            masters=_parsed("--master", ",".join(master), parse_masters) if master else (),
             master_key=load_key(key_file),
         )
         level = str(BY_ATTRIBUTE["log_level"].parse(log_level))
     except (ValueError, SecurityError) as error:
         raise _fail(str(error)) from None
     _run(options, level)
+
+
+T = TypeVar("T")
+
+
+def _parsed(option: str, text: str, parse: Callable[[str], T]) -> T:
+    """Raises ValueError that names the option."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{option} {text!r}: {error}") from None
 
 
 def _run(options: Options, level: str) -> None:
