@@ -104,7 +104,9 @@ def latency(stage: Stage) -> None:
         targets: dict[str, Target] = {"direct": fakes[0], **routers}
         for what, text in prompts.items():
             body = json.dumps(chat_body([{"role": "user", "content": text}], 4)).encode()
+            before = {name: router.cpu_s() for name, router in routers.items()}
             found = asyncio.run(_in_turn(targets, body, stage.rounds, each))
+            cpu = {name: (router.cpu_s() - before[name]) / ((stage.rounds + 1) * each) for name, router in routers.items()}
             direct = {part: quantile([o.ttft_s for o in found["direct"]], part) for part in (0.5, 0.99)}
             rows = {}
             for name, outcomes in found.items():
@@ -116,6 +118,7 @@ def latency(stage: Stage) -> None:
                     "total_p50_ms": quantile([o.total_s for o in outcomes], 0.5) * 1e3,
                     "added_p50_ms": added * 1e3,
                     "added_p99_ms": (quantile(ttft, 0.99) - direct[0.99]) * 1e3,
+                    "cpu_ms": cpu.get(name, 0.0) * 1e3,
                     "failed": sum(1 for o in outcomes if o.status != 200),
                 }
                 shown = ms(added)
@@ -125,6 +128,7 @@ def latency(stage: Stage) -> None:
                     "added p50": judged(shown, added * 1e3 < ADDED_MS) if name == "ours" else shown,
                     "added p99": ms(quantile(ttft, 0.99) - direct[0.99]),
                     "end p50": ms(quantile([o.total_s for o in outcomes], 0.5)),
+                    "CPU": ms(cpu[name]) if name in cpu else "",
                     "failed": str(sum(1 for o in outcomes if o.status != 200)),
                 }
             stage.show(f"One request at a time, {what}, {stage.rounds * each} each (ms; target: {ADDED_MS:g} added)", rows)
