@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from .segments import Segments
+
 _MEDIA = ("image", "audio", "video", "vision")
 _TEXT_PARTS = ("text", "input_text")
 _SILENT_PARTS = ("thinking", "reasoning")
@@ -110,6 +112,7 @@ class Chat:
         self._defaults = dict(defaults or {})
         self._parts = takes_parts(self._template)
         self._adds_specials = len(tokenizer.encode("")) > 0
+        self._segments = Segments.of(tokenizer)
         self._by_ids = self._loses_by_text()
 
     def tokens(self, body: Mapping[str, Any]) -> list[int]:
@@ -144,6 +147,8 @@ class Chat:
         return list(rendered) if self._by_ids else self._encode(rendered)
 
     def _encode(self, text: str) -> list[int]:
+        if self._segments is not None:
+            return self._segments.encode(text)
         return list(self._tokenizer.encode(text, **({"add_special_tokens": False} if self._adds_specials else {})))
 
     def _loses_by_text(self) -> bool:
