@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import ROOT, machine, provenance
-from benchmarks.router_load import Chats, Outcome, arrivals, ask, chat_body, client, hold, quantile, streams
+from benchmarks.router_load import Chats, Outcome, PlainClient, arrivals, chat_body, hold, quantile, streams
 from benchmarks.router_stage import Ours, Router, Sglang, Target, engines, environment, flush
 from hicache_mooncake.testing.fake_engine_settings import FakeEngineSettings
 from hicache_mooncake.testing.fake_processes import FakeEngineProcess
@@ -101,12 +101,16 @@ def latency(stage: Stage) -> None:
     prompts = {"300 tokens": words(1, 300), "4,000 tokens": words(2, 4000)}
     each = 15
     with engines(1, stage.settings(), stage.folder) as fakes, stage.routers(fakes) as routers:
-        targets: dict[str, Target] = {"direct": fakes[0], **routers}
+        clients = {"direct": PlainClient(fakes[0].url)} | {name: PlainClient(each.url) for name, each in routers.items()}
+        if stage.sglang:
+            clients["sglang-router, quick ACKs"] = PlainClient(routers["sglang-router"].url, quick=True)
         for what, text in prompts.items():
             body = json.dumps(chat_body([{"role": "user", "content": text}], 4)).encode()
             before = {name: router.cpu_s() for name, router in routers.items()}
-            found = asyncio.run(_in_turn(targets, body, stage.rounds, each))
+            found = _in_turn(clients, body, stage.rounds, each)
             cpu = {name: (router.cpu_s() - before[name]) / ((stage.rounds + 1) * each) for name, router in routers.items()}
+            if stage.sglang:
+                cpu["sglang-router"] /= 2  # it has two clients
             direct = {part: quantile([o.ttft_s for o in found["direct"]], part) for part in (0.5, 0.99)}
             rows = {}
             for name, outcomes in found.items():
@@ -134,14 +138,13 @@ def latency(stage: Stage) -> None:
             stage.show(f"One request at a time, {what}, {stage.rounds * each} each (ms; target: {ADDED_MS:g} added)", rows)
 
 
-async def _in_turn(targets: Mapping[str, Target], body: bytes, rounds: int, each: int) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {name: [] for name in targets}
-    async with client() as session:
-        for number in range(rounds + 1):
-            for name in shuffled(list(targets), number):
-                outcomes = [await ask(session, targets[name].url, body) for _ in range(each)]
-                if number:  # the first round is a warm-up
-                    found[name] += outcomes
+def _in_turn(clients: Mapping[str, PlainClient], body: bytes, rounds: int, each: int) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {name: [] for name in clients}
+    for number in range(rounds + 1):
+        for name in shuffled(list(clients), number):
+            outcomes = [clients[name].ask(body) for _ in range(each)]
+            if number:  # the first round is a warm-up
+                found[name] += outcomes
     return found
 
 
