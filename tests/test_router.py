@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -401,6 +402,44 @@ def test_a_body_that_is_too_large_is_refused_whether_its_length_was_told_or_not(
                 assert response.status == 413
             assert found[0].stats.requests == 0
             assert (await client.ask("/generate", {"text": TEXT}))[0] == 200
+
+    run(test)
+
+
+def test_bodies_in_memory_are_bounded_together_while_they_come() -> None:
+    async def test() -> None:
+        gate = asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'{"text": "' + b"x" * 600_000
+            await gate.wait()
+            yield b'"}'
+
+        options = replace(OPTIONS, limits=Limits(body_bytes=1 << 20, buffered_bytes=1_000_000))
+        async with engines(*plain(1, context_tokens=10_000_000)) as found, routed(with_engines(found, options)) as client:
+            url = f"http://{client.router.address}/generate"
+            first = asyncio.create_task(client.session.post(url, data=slowly()).__aenter__())
+            await until(lambda: client.router.serving.buffered >= 600_000)
+            assert (await client.ask("/generate", {"text": "x" * 600_000}))[0] == 429
+            assert (await client.ask("/generate", {"text": TEXT}))[0] == 200
+            gate.set()
+            response = await first
+            assert response.status == 200
+            await response.read()
+            assert (await client.ask("/generate", {"text": "x" * 600_000}))[0] == 200
+            assert client.router.serving.buffered == 0
+
+    run(test)
+
+
+def test_a_compressed_body_arrives_as_what_it_was() -> None:
+    async def test() -> None:
+        async with engines(*plain(1)) as found, routed(with_engines(found)) as client:
+            body = gzip.compress(json.dumps({"text": TEXT}).encode())
+            headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+            async with client.session.post(f"http://{client.router.address}/generate", data=body, headers=headers) as response:
+                assert response.status == 200
+            assert found[0].last_body["text"] == TEXT
 
     run(test)
 

@@ -42,6 +42,8 @@ class Asked:
     given_rid: bool
     """By the client, so it is no secret and may be anything."""
     prompts: int
+    batch: bool
+    """It is a list of prompts, of one perhaps."""
 
 
 def read_asked(path: str, raw: bytes) -> Asked:
@@ -68,13 +70,13 @@ def read_asked(path: str, raw: bytes) -> Asked:
     elif given is None and prompts == 1 and _samples(body) == 1:
         rid = uuid.uuid4().hex
         raw = _splice(raw, {"rid": rid}, empty=not body)
-    return Asked(path, raw, body, body.get("stream") is True, rid, given_rid, prompts)
+    return Asked(path, raw, body, body.get("stream") is True, rid, given_rid, prompts, _is_batch(path, body))
 
 
 def with_bootstrap(asked: Asked, host: str, port: int | None) -> bytes:
     """For both engines of a pair: where the two halves meet. Lists for a batch, as SGLang wants them."""
     fields: dict[str, object]
-    if asked.prompts == 1 and not _is_batch(asked.path, asked.body):
+    if not asked.batch:
         fields = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": random.getrandbits(63)}
     else:
         count = asked.prompts

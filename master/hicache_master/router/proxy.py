@@ -43,6 +43,7 @@ _HOP = frozenset(
         "upgrade",
         "host",
         "content-length",
+        "content-encoding",
         "accept-encoding",
         "expect",
     }

@@ -29,6 +29,7 @@ from .routing import Flight, Routing
 log = logging.getLogger("hicache_master.router")
 
 RETRY_S = (1.0, 60.0)
+BODY_S = 60.0
 _STEP = 0.05
 _OVERLOADED = 429
 _UNAVAILABLE = 503
@@ -85,6 +86,13 @@ def refused(rejection: Rejection, problem: str = "") -> Refused:
 
 
 @dataclass(slots=True)
+class _Held:
+    """Bytes of one body that are counted."""
+
+    size: int = 0
+
+
+@dataclass(slots=True)
 class _Course:
     """One request on its way through."""
 
@@ -126,15 +134,19 @@ class Serving:
         self._open = 0
         self._duration_s = 1.0
 
+    @property
+    def buffered(self) -> int:
+        """Bytes of bodies, as they came, of all requests that are here."""
+        return self._buffered
+
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """For all paths of `bodies.PATHS`."""
         path = http.path if http.path in PATHS else "other"
         outcome = "error"
-        held = 0
+        held = _Held()
         self._open += 1
         try:
-            held = self._hold(http)
-            response, outcome = await self._serve(http)
+            response, outcome = await self._serve(http, held)
             return response
         except BadRequest as error:
             outcome = "bad request"
@@ -149,7 +161,7 @@ class Serving:
             raise
         finally:
             self._open -= 1
-            self._buffered -= held
+            self._buffered -= held.size
             self.metrics.requests.labels(path, outcome).inc()
 
     def resize(self) -> None:
@@ -166,13 +178,10 @@ class Serving:
         rejection = self.routing.explain(flight, now)
         return describe(flight, rejection, self.routing.workers.avoid(now))
 
-    async def _serve(self, http: web.Request) -> tuple[web.StreamResponse, str]:
+    async def _serve(self, http: web.Request, held: _Held) -> tuple[web.StreamResponse, str]:
         arrived = self._loop.time()
-        try:
-            raw = await http.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise Refused(413, "too large", f"the body has more than {self.limits.body_bytes} bytes") from None
-        asked, wishes, who = read_asked(http.path, raw), read_wishes(http.headers), tenant(http.headers)
+        asked = read_asked(http.path, await self._body(http, held))
+        wishes, who = read_wishes(http.headers), tenant(http.headers)
         flight = Flight(str(next(self._ids)), self._least(asked), (), read=False, wishes=wishes)
         course = _Course(http, asked, wishes, who, arrived, flight)
         self._check(course)
@@ -189,17 +198,34 @@ class Serving:
             self.gate.leave(who)
             self._admit()
 
-    def _hold(self, http: web.Request) -> int:
-        """Counts its body. Before a byte of it is read, so that no more than permitted is ever in memory."""
-        size = http.content_length
-        if size is not None and size > self.limits.body_bytes:
-            raise Refused(413, "too large", f"the body has {size} bytes; the limit is {self.limits.body_bytes}")
-        size = min(size if size is not None else 1 << 20, self.limits.body_bytes)
-        most = max(self.gate.room, 1) + self.gate.waiting
-        if self._buffered + size > self.limits.buffered_bytes or self._open > 2 * most:
-            raise Refused(_OVERLOADED, "full", "the router has too many requests", self._retry_s())
-        self._buffered += size
-        return size
+    async def _body(self, http: web.Request, held: _Held) -> bytes:
+        """Each byte is counted before the next ones are read, so that no more than permitted are in memory at once."""
+        size, pieces = http.content_length or 0, []
+        if self._open > 2 * (max(self.gate.room, 1) + self.gate.waiting):
+            raise self._too_much()
+        self._hold(held, size)
+        try:
+            async with asyncio.timeout(BODY_S):
+                size = 0
+                async for piece in http.content.iter_any():
+                    size += len(piece)
+                    self._hold(held, size)
+                    pieces.append(piece)
+        except TimeoutError:
+            raise Refused(408, "slow", f"the body did not come within {BODY_S:g} s") from None
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _hold(self, held: _Held, size: int) -> None:
+        if size > self.limits.body_bytes:
+            raise Refused(413, "too large", f"the body has more than {self.limits.body_bytes} bytes")
+        more = max(0, size - held.size)
+        if self._buffered + more > self.limits.buffered_bytes:
+            raise self._too_much()
+        held.size += more
+        self._buffered += more
+
+    def _too_much(self) -> Refused:
+        return Refused(_OVERLOADED, "full", "the router has too many requests", self._retry_s())
 
     def _least(self, asked: Asked) -> int:
         if self.prompts is not None:
@@ -269,6 +295,7 @@ class Serving:
         flight, asked = course.flight, course.asked
         started = self._loop.time()
         await self._read(flight, asked)
+        asked.body = {}  # it may be large, and what is sent is `raw`
         if self.decisions.wanted():
             flight.candidates = []
         headers = forwarded(course.http.headers)
