@@ -9,7 +9,7 @@ import pytest
 from hicache_master.conductor.admission import Admission, Rejection
 from hicache_master.conductor.decide import Conductor
 from hicache_master.conductor.policies import POLICIES
-from hicache_master.conductor.prefixes import DEVICE, Prefixes
+from hicache_master.conductor.prefixes import COLD, DEVICE, DRAM, HOST, Prefixes
 from hicache_master.router.accounts import Accounts, Assumed, PrefillMeter, sort_out
 from hicache_master.router.answers import Ends, Usage, error_code, read_usage
 from hicache_master.router.app import Options
@@ -444,3 +444,17 @@ def test_an_explanation_leaves_no_trace() -> None:
     assert len(world.conductor) == 0
     assert world.conductor.prefixes.expected_keys == 0
     world.conductor.validate()
+
+
+def test_pages_of_an_engines_own_store_have_their_price_whatever_their_size() -> None:
+    options = Options(token_bytes=1000, local_bandwidth=1e9, cold_bandwidth=1e8)
+    costs = options.costs()
+    for page_tokens in (64, 16):
+        options.size_pages(costs, page_tokens)
+        assert costs.page_bytes == page_tokens * 1000
+        assert [costs.own_page_s(tier) for tier in (DEVICE, HOST, DRAM, COLD)] == [
+            0.0,
+            0.0,
+            pytest.approx(page_tokens * 1e-6),
+            pytest.approx(page_tokens * 1e-5),
+        ]

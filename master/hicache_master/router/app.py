@@ -66,6 +66,7 @@ class Options:
     decode_request_s: float = 0.0002
     token_bytes: int = 160 << 10
     bandwidth: float = 10e9
+    local_bandwidth: float = 10e9
     cold_bandwidth: float = 2e9
     threshold: float = 1.3
     max_running: int = 0
@@ -88,16 +89,23 @@ class Options:
 
     def costs(self) -> Costs:
         second = 1 / self.prefill_tokens_s
-        page_tokens = rough_page_tokens(self.page_size)
-        return Costs(
+        costs = Costs(
             PrefillCost((FIXED_S, second, second / ATTENTION_TOKENS)),
             DecodeCost((self.decode_step_s, self.decode_request_s, 1e-9)),
             Links(self.bandwidth, cold_bytes_per_s=self.cold_bandwidth),
-            page_tokens,
-            page_tokens * self.token_bytes,
+            1,
+            1,
             fetch_while_queued=True,
             threshold=self.threshold,
         )
+        self.size_pages(costs, rough_page_tokens(self.page_size))
+        return costs
+
+    def size_pages(self, costs: Costs, page_tokens: int) -> None:
+        """Pages in L2 cost nothing: SGLang loads them behind the computation of the layers before."""
+        costs.page_tokens, costs.page_bytes = page_tokens, page_tokens * self.token_bytes
+        costs.dram_page_s = costs.page_bytes / self.local_bandwidth
+        costs.cold_page_s = costs.page_bytes / self.cold_bandwidth
 
 
 class Router:
@@ -211,8 +219,8 @@ class Router:
     def _size_pages(self) -> None:
         page_size = self.workers.page_size
         if page_size:
-            self._costs.page_tokens = page_size if self.serving.prompts is not None else rough_page_tokens(page_size)
-            self._costs.page_bytes = self._costs.page_tokens * self.options.token_bytes
+            page_tokens = page_size if self.serving.prompts is not None else rough_page_tokens(page_size)
+            self.options.size_pages(self._costs, page_tokens)
 
     def _knowledge(self) -> dict[str, float]:
         prefixes = self.conductor.prefixes
