@@ -8,6 +8,7 @@ import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -17,6 +18,7 @@ from hicache_master.router.serving import Limits
 from hicache_master.router.workers import Role, Spec, parse_spec
 
 from hicache_mooncake.testing.fake_engine import FakeEngine, FakeEngineSettings, Fault
+from hicache_mooncake.testing.fake_tokenizer import words, write_tokenizer
 from tests.conftest import START_S
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
@@ -344,6 +346,73 @@ def test_a_router_that_restarts_serves_at_once_and_learns_from_what_it_routes() 
                         assert (await client.ask("/generate", body))[0] == 200
                         known.append((await client.get("/decisions"))["decisions"][0]["known_pages"] > 0)
                     assert known == [False, True]
+
+    run(test)
+
+
+def test_engines_that_restart_under_load_cost_no_answer_that_had_not_begun() -> None:
+    async def test() -> None:
+        async with engines(*plain(2, prefill_s=0.005)) as found, routed(with_engines(found)) as client:
+            stop, statuses = asyncio.Event(), []
+
+            async def chat(number: int) -> None:
+                while not stop.is_set():
+                    body = {"text": f"chat {number} {TEXT}", "sampling_params": {"max_new_tokens": 2}}
+                    statuses.append((await client.ask("/generate", body))[0])
+
+            chats = [asyncio.create_task(chat(number)) for number in range(8)]
+            for engine in (*found, *found):
+                count, before = len(statuses), engine.stats.requests
+                await until(lambda: len(statuses) > count + 40 and engine.stats.requests > before)  # noqa: B023
+                await engine.stop()
+                count = len(statuses)
+                await until(lambda: len(statuses) > count + 40)  # noqa: B023
+                await engine.start()
+                await until(lambda: engine.stats.requests)  # noqa: B023
+            stop.set()
+            await asyncio.gather(*chats)
+            assert set(statuses) == {200}
+            accounts = client.router.routing.accounts
+            assert accounts.cached_tokens > 0.5 * accounts.prompt_tokens
+
+    run(test)
+
+
+def test_what_engines_hold_is_known_from_their_events_also_after_a_restart_of_the_router(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    settings = FakeEngineSettings(kv_events=True, tokenizer=str(tmp_path / "tokenizer"), page_size=16, cache_pages=64)
+    options = replace(OPTIONS, tokenizer="auto")
+
+    async def test() -> None:
+        async with engines(settings, settings) as found, aiohttp.ClientSession() as session:
+            text = words(1, 400)
+            async with session.post(found[1].url + "/generate", json={"text": text}) as response:
+                assert response.status == 200
+            for _ in range(2):
+                async with routed(with_engines(found, options)) as client:
+                    await until(lambda: all(client.router.knowledge.follows(engine.url[7:]) for engine in found))
+                    body = {"text": text, "sampling_params": {"max_new_tokens": 1}}
+
+                    async def own(engine: FakeEngine) -> int:
+                        answer = (await client.ask("/explain", {"path": "/generate", "body": body}))[1]  # noqa: B023
+                        return sum(each["own_pages"] for each in answer["candidates"] if each["engine"] == engine.url[7:])
+
+                    async with asyncio.timeout(START_S):
+                        while not await own(found[1]):
+                            await asyncio.sleep(0.05)
+                    before = found[1].stats.cached_tokens
+                    assert (await client.ask("/generate", body))[0] == 200
+                    assert found[1].stats.cached_tokens > before
+                    accounts = client.router.routing.accounts
+                    assert accounts.missed["gone"] == accounts.missed["new"] == 0
+                    assert client.router.knowledge.problems() == []
+            async with routed(with_engines(found, options)) as client:
+                await until(lambda: all(client.router.knowledge.follows(engine.url[7:]) for engine in found))
+                async with session.post(found[1].url + "/flush_cache") as response:
+                    assert response.status == 200
+                async with asyncio.timeout(START_S):
+                    while await own(found[1]):
+                        await asyncio.sleep(0.05)
 
     run(test)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 Reason = str
 REASONS: tuple[Reason, ...] = ("new", "elsewhere", "gone", "tail", "unread", "unreported")
 """Why tokens were computed. `new`: nobody had the page; `elsewhere`: somebody had it, and neither going there nor fetching it
-was sooner; `gone`: the engine was expected to find it, and did not; `tail`: the end of a prompt, which is no whole page;
+was sooner; `gone`: the engine was expected to find it, and did not; `tail`: the end of a prompt, no whole page or its last one;
 `unread`: the router could not tell which pages the prompt has; `unreported`: the engine did not say what it found."""
 
 

@@ -187,11 +187,12 @@ class Routing:
         page_tokens = max(1, round(self.conductor.costs.page_tokens * flight.scale(usage)))
         known, expected = (decision.known_pages, decision.prefill.pages) if decision is not None else (0, 0)
         tokens = usage.prompt_tokens if usage.prompt_tokens is not None else flight.tokens
-        done = sort_out(tokens, page_tokens, len(flight.keys), known, expected, usage.cached_tokens, flight.read)
+        pages = min(len(flight.keys), max(0, tokens - 1) // page_tokens)  # the last token is always computed
+        known, expected = min(known, pages), min(expected, pages)
+        done = sort_out(tokens, page_tokens, pages, known, expected, usage.cached_tokens, flight.read)
         self.accounts.add(done, usage.by_tier)
         if flight.exact and usage.cached_tokens is not None and flight.prefill is not None:
-            whole = max(0, tokens - 1) // page_tokens  # the last token is always computed
-            predicted, somewhere = min(expected, whole) * page_tokens, min(known, whole) * page_tokens
+            predicted, somewhere = expected * page_tokens, known * page_tokens
             name, apart = flight.prefill.name, flight.namespaced
             news = self.agreement.observe(name, predicted, done.cached, now, known=somewhere, namespaced=apart)
             if news:
