@@ -198,6 +198,20 @@ def test_an_abort_ends_the_request_that_has_the_name(stream: bool) -> None:
     run(scenario)
 
 
+def test_an_abort_hits_all_whose_names_begin_with_one_that_runs() -> None:
+    async def scenario(session: aiohttp.ClientSession) -> None:
+        async with FakeEngine(FakeEngineSettings(page_size=PAGE, prefill_s=3600)) as engine:
+            asking = [asyncio.create_task(ask(session, engine, prompt(PAGE) | {"rid": rid})) for rid in ("a", "ab", "b")]
+            await until(lambda: engine.stats.waiting == 3)
+            for rid in ("", "ab-and-more", "a"):
+                await (await session.post(engine.url + "/abort_request", json={"rid": rid})).read()
+            assert [(await each)["meta_info"]["finish_reason"]["type"] for each in asking[:2]] == ["abort", "abort"]
+            assert (engine.stats.aborts, engine.stats.running) == (2, 1)
+            asking[2].cancel()
+
+    run(scenario)
+
+
 def test_a_decode_engine_answers_when_its_prefill_half_has_come() -> None:
     async def scenario(session: aiohttp.ClientSession) -> None:
         async with (

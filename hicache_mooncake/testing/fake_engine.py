@@ -165,11 +165,12 @@ class FakeEngine:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = msgspec.json.decode(await request.read())
-        rids = list(self._jobs) if body.get("abort_all") else [str(body.get("rid") or "")]
-        for rid in rids:
-            if rid in self._jobs:
-                self._jobs[rid].job.finish = "abort"
-                self._jobs[rid].task.cancel()
+        rid = str(body.get("rid") or "")
+        known = body.get("abort_all") or rid in self._jobs
+        for name, running in list(self._jobs.items()):
+            if known and (body.get("abort_all") or name.startswith(rid)):  # SGLang too takes them by their beginnings
+                running.job.finish = "abort"
+                running.task.cancel()
         return web.Response()
 
     async def _flush(self, request: web.Request) -> web.Response:
