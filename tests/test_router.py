@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -586,5 +587,20 @@ def test_what_the_router_knows_is_shown_and_an_explanation_sends_nothing() -> No
             assert (await client.get("/v1/models"))["data"][0]["id"] == "fake"
             observed = (await client.get("/decisions"))["decisions"][0]["observed"]
             assert observed["cached"] + sum(observed["computed"].values()) == observed["tokens"]
+
+    run(test)
+
+
+def test_connections_to_engines_notice_that_a_host_is_gone() -> None:
+    async def test() -> None:
+        body = {"text": TEXT, "stream": True, "sampling_params": {"max_new_tokens": 3}}
+        async with engines(*plain(1, decode_token_s=0.2)) as (engine,), routed(with_engines([engine])) as client:
+            response = await client.router.proxy.session.post(engine.url + "/generate", json=body)
+            assert response.connection is not None
+            assert response.connection.transport is not None
+            used = response.connection.transport.get_extra_info("socket")
+            assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert 0 < used.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+            await response.read()
 
     run(test)

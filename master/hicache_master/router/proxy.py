@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from .workers import Worker
 CONNECT_S = 5.0
 KEEP_ALIVE_S = 4.0
 """Of idle connections: uvicorn closes them after 5 s, and what is sent just then is lost."""
+DEAD_S = 30
+"""A host that acknowledges nothing for so long is gone."""
 ABORT_S = 5.0
 LEG_S = 30.0
 """How long a prefill engine may take to say that it is done, when the answer is complete."""
@@ -103,7 +106,9 @@ class Proxy:
 
     def __init__(self, stall_s: float = 600.0, admin_headers: Mapping[str, str] | None = None) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=30),
+            connector=aiohttp.TCPConnector(
+                limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S, ttl_dns_cache=30, socket_factory=_socket
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=stall_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -307,6 +312,17 @@ class Proxy:
             await response.write_eof()
         well = status == 200 and b'data: {"error"' not in ends.tail() and error_code(ends.first) is None
         return Answered(response, status, ends.usage() if well else Usage(), well)
+
+
+def _socket(address: tuple[Any, ...]) -> socket.socket:
+    """One that notices within half a minute that the other host is gone, whatever it waits for."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_S // 3)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_S // 6)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)
+    return made
 
 
 def _blame(leg: asyncio.Task[Usage], opening: asyncio.Task[tuple[aiohttp.ClientResponse, bytes]]) -> None:
