@@ -46,6 +46,16 @@ def test_what_cannot_be_is_refused_at_once_with_what_to_do(args: list[str], prob
     assert "Traceback" not in done.stderr
 
 
+def test_without_its_http_library_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "aiohttp.py").write_text("raise ModuleNotFoundError('no such module', name='aiohttp')\n")
+    found = environment()
+    found["PYTHONPATH"] = f"{tmp_path}:{found['PYTHONPATH']}"
+    command = [sys.executable, "-m", "hicache_mooncake.cli", "conductor"]
+    done = subprocess.run(command, capture_output=True, text=True, env=found, timeout=START_S, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "pip install 'hicache-mooncake[conductor]'" in done.stderr
+
+
 def test_it_explains_and_ends_when_what_runs_has_ended(tmp_path: Path) -> None:
     settings = FakeEngineSettings(decode_token_s=0.1)
     with FakeEngineProcess("engine", settings, log=tmp_path / "engine.log") as engine:

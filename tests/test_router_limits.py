@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
+import pytest
 from hicache_master.router.serving import Limits
 
-from tests.routed import OPTIONS, TEXT, engines, plain, routed, run, until, with_engines
+from hicache_mooncake.testing.fake_engine import FakeEngineSettings
+from tests.routed import OPTIONS, PAIR, TEXT, engines, plain, routed, run, until, with_engines
 
 
 def test_ten_times_too_much_is_turned_away_at_once_and_the_rest_is_served() -> None:
@@ -103,6 +106,31 @@ def test_a_compressed_body_arrives_as_what_it_was() -> None:
             async with client.session.post(f"http://{client.router.address}/generate", data=body, headers=headers) as response:
                 assert response.status == 200
             assert found[0].last_body["text"] == TEXT
+
+    run(test)
+
+
+@pytest.mark.parametrize("settings", [plain(2, prefill_s=0.01, decode_token_s=0.005), PAIR], ids=["plain", "pair"])
+def test_clients_that_come_and_go_at_any_time_leave_nothing_behind(settings: Sequence[FakeEngineSettings]) -> None:
+    async def test() -> None:
+        chance = random.Random(1)
+        options = replace(OPTIONS, waiting=20, max_running=3)
+        async with engines(*settings) as found, routed(with_engines(found, options)) as client:
+
+            async def visit(number: int) -> int:
+                await asyncio.sleep(chance.random())
+                body = {"text": f"{number} {TEXT}", "stream": number % 2 == 0, "sampling_params": {"max_new_tokens": 4}}
+                try:
+                    async with asyncio.timeout(chance.random() * 0.3), client.post("/generate", body) as response:
+                        await response.read()
+                        return int(response.status)
+                except TimeoutError:
+                    return 0
+
+            statuses = await asyncio.gather(*(visit(number) for number in range(300)))
+            assert set(statuses) == {0, 200, 429}
+            await until(lambda: not any(engine.stats.running for engine in found))
+            assert client.router.gate.queued == 0
 
     run(test)
 
