@@ -5,11 +5,14 @@ Where SGLang alone decides, the test says what it does in the release that is in
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.decode_hicache_mixin import HiCacheRestoreResult
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -199,3 +202,22 @@ def test_with_a_host_pool_smaller_than_the_devices_writes_go_on_and_a_part_of_th
     assert (written[-1] < 4 * 24) is small
     assert written[-1] > written[11] > 0, "it goes on"
     assert ("smaller than the device's" in caplog.text) is small, "and the engine's log says why"
+
+
+# --------------------------------------------------------------------------- pairs that SGLang does not connect
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [({"page_size": 64}, "Page size mismatch"), ({"kv_cache_dtype": "fp8_e4m3"}, "KV cache dtype mismatch")],
+)
+def test_a_pair_that_cannot_send_each_other_kv_is_refused_by_sglang(
+    monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Any], words: str
+) -> None:
+    """It is an exception on the scheduler's thread. What the two store is never compared there."""
+    fields = dict.fromkeys((each.name for each in dataclasses.fields(conn.PrefillServerInfo)), 1)
+    told = fields | {"page_size": PAGE, "kv_cache_dtype": "auto"} | theirs
+    monkeypatch.setattr(conn.requests, "get", lambda *_, **__: SimpleNamespace(status_code=200, json=lambda: told))
+    decode = SimpleNamespace(prefill_info_table={}, kv_args=SimpleNamespace(page_size=PAGE), kv_cache_dtype_str="auto")
+    with pytest.raises(RuntimeError, match=words):
+        conn.CommonKVManager.try_ensure_parallel_info(decode, "prefill:8998")
