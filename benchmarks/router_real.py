@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 SERVERS = 2
 SLO_S = 2.0
 LOAD = Chats(
-    count=10,
+    count=24,
     turns=4,
     systems=3,
-    system_words=60,
-    turn_words=(15, 50),
+    system_words=100,
+    turn_words=(30, 90),
     answer=16,
-    think_s=(0.5, 2.0),
-    start_s=12.0,
+    think_s=(0.2, 1.0),
+    start_s=6.0,
     model=MODEL_NAME,
 )
 
