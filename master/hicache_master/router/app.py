@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import math
@@ -188,6 +189,7 @@ class Router:
 
     def _reads(self, prompts: Prompts, pool: PoolView | None) -> None:
         """Prompts can be read from now on; pages are then the engines', not pieces of text."""
+        gc.freeze()  # what transformers has made stays: each look through it would be a pause of half a second
         self.serving.prompts, self.serving.pool = prompts, pool
         self._size_pages()
 
