@@ -246,7 +246,9 @@ def test_tenants_that_both_want_all_get_equal_shares() -> None:
     inside: list[str] = []
     for step in range(4000):
         name = chance.choice(["a"] * 9 + ["b"])
+        refused = gate.refuses(name)
         ticket, victim = gate.ask(name)
+        assert refused == (ticket is not None and ticket == victim)
         if victim is not None:
             owner.pop(victim, None)
         if ticket is None:

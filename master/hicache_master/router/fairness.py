@@ -31,6 +31,12 @@ class Gate:
     def queued(self) -> int:
         return len(self._queued)
 
+    def refuses(self, tenant: str) -> bool:
+        """Would `ask` turn it away at once?"""
+        if len(self._queued) < self.waiting or (self._total < self.room and not self._queued):
+            return False
+        return len(self._queues.get(tenant, ())) + 1 >= max(map(len, self._queues.values()), default=0)
+
     def ask(self, tenant: str) -> tuple[Ticket | None, Ticket | None]:
         """The ticket that it waits with, None when it is in at once; and a ticket that is turned away for it, which may be its
         own."""

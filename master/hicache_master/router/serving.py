@@ -180,8 +180,10 @@ class Serving:
 
     async def _serve(self, http: web.Request, held: _Held) -> tuple[web.StreamResponse, str]:
         arrived = self._loop.time()
-        asked = read_asked(http.path, await self._body(http, held))
         wishes, who = read_wishes(http.headers), tenant(http.headers)
+        if self.gate.room and self.gate.refuses(who):
+            raise self._full()
+        asked = read_asked(http.path, await self._body(http, held))
         flight = Flight(str(next(self._ids)), self._least(asked), (), read=False, wishes=wishes)
         course = _Course(http, asked, wishes, who, arrived, flight)
         self._check(course)
