@@ -174,6 +174,17 @@ def test_the_command_compares_policies_and_draws_them(trace: Path, tmp_path: Pat
     assert all(len(row["prefill_busy_s"]) == 3 and row["ttft_s"]["mean"] > 0 for row in rows)
 
 
+def test_where_requests_are_turned_away_the_decode_load_is_drawn_over_time(trace: Path, tmp_path: Path) -> None:
+    options = ("--policy", "pool-aware", "--admission", "off", "--admission", "early", "--ttft-slo", "0.1", "--decode", "2")
+    shown = replay("--trace", str(trace), *options, "--plot", str(tmp_path / "charts.svg"))
+    assert shown.exit_code == 0, shown.output
+    lines = ElementTree.parse(tmp_path / "charts.svg").findall(".//{*}polyline")
+    assert len(lines) == 4, "of each admission the TTFT and the load"
+    places = [float(point.split(",")[0]) for point in lines[-1].get("points", "").split()]
+    assert places == sorted(places)
+    assert places[-1] > 10 * places[0] > 0, "minutes from the first request on"
+
+
 def test_what_the_command_cannot_do_is_one_line(trace: Path, tmp_path: Path) -> None:
     for options, words in (
         (("--trace", str(tmp_path / "none")), "No such file"),

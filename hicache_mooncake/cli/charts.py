@@ -16,13 +16,15 @@ _LEAST = 1e-3
 
 @dataclass(frozen=True)
 class Lines:
-    """Of points (x, y); x on a logarithmic axis, y from 0 to 1. `dots`: of these the points alone are drawn."""
+    """Of points (x, y); x on a logarithmic axis unless it is `linear`, y from 0 to 1. `dots`: of these the points alone are
+    drawn."""
 
     title: str
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     dots: frozenset[str] = frozenset()
+    linear: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -78,7 +80,7 @@ def _write_with_matplotlib(path: Path, charts: Sequence[Chart]) -> bool:
                 places = [group + (number + 0.5) * width - 0.4 for group in range(len(chart.groups))]
                 axis.bar(places[: len(chart.bars[name])], chart.bars[name], width, label=name, color=colour)
         if isinstance(chart, Lines):
-            axis.set_xscale("log")
+            axis.set_xscale("linear" if chart.linear else "log")
             axis.set_xlabel(chart.x)
         else:
             axis.set_xticks(range(len(chart.groups)), chart.groups)
@@ -120,23 +122,35 @@ def _y_axis(label: str, most: float) -> Iterator[str]:
 
 
 def _lines(chart: Lines) -> Iterator[str]:
-    values = [max(_LEAST, x) for points in chart.lines.values() for x, _ in points] or [1.0]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    high = max(high, low + 1)
-    for power in range(low, high + 1):
-        yield from _text((power - low) / (high - low) * _WIDTH, _HEIGHT + 15, f"{10.0**power:g}", anchor="middle")
+    values = [x for points in chart.lines.values() for x, _ in points] or [1.0]
+    if chart.linear:
+        most = max(*values, _LEAST)
+
+        def place(x: float) -> float:
+            return x / most
+
+        ticks = [(part / 4, f"{most * part / 4:.3g}") for part in range(5)]
+    else:
+        low = math.floor(math.log10(max(_LEAST, min(values))))
+        high = max(low + 1, math.ceil(math.log10(max(_LEAST, *values))))
+
+        def place(x: float) -> float:
+            return (math.log10(max(_LEAST, x)) - low) / (high - low)
+
+        ticks = [((power - low) / (high - low), f"{10.0**power:g}") for power in range(low, high + 1)]
+    for at, text in ticks:
+        yield from _text(at * _WIDTH, _HEIGHT + 15, text, anchor="middle")
     yield from _text(_WIDTH / 2, _HEIGHT + 28, chart.x, anchor="middle")
     yield from _y_axis(chart.y, 1.0)
     for number, (name, points) in enumerate(chart.lines.items()):
-        places = [
-            f"{(math.log10(max(_LEAST, x)) - low) / (high - low) * _WIDTH:.1f},{(1 - y) * _HEIGHT:.1f}" for x, y in points
-        ]
+        places = [(f"{place(x) * _WIDTH:.1f}", f"{(1 - y) * _HEIGHT:.1f}") for x, y in points]
         colour = _COLOURS[number % len(_COLOURS)]
         if name in chart.dots:
-            for x, y in (place.split(",") for place in places):
+            for x, y in places:
                 yield f'<circle cx="{x}" cy="{y}" r="3.5" fill="{colour}"/>'
             continue
-        yield f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+        line = " ".join(f"{x},{y}" for x, y in places)
+        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
 
 
 def _bars(chart: Bars) -> Iterator[str]:

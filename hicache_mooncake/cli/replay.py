@@ -20,6 +20,8 @@ _UNUSABLE = 2
 _COLUMNS = 120
 """Of tables that do not go to a terminal."""
 _TTFT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 100.0)
+_TIMES = 60
+"""Points of a line over time."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 Run = tuple[str, Setup, Outcome]
@@ -119,6 +121,15 @@ def show(runs: Sequence[Run], console: Console) -> None:
     console.print(cdf)
 
 
+def _over_time(outcome: Outcome, most: int) -> list[tuple[float, float]]:
+    """(minutes, mean of the requests that were being decoded over `most`)."""
+    width_s = max(1e-9, (outcome.arrived_s[-1] - outcome.arrived_s[0]) / _TIMES)
+    seen: dict[int, list[int]] = {}
+    for at_s, count in zip(outcome.arrived_s, outcome.decoding, strict=True):
+        seen.setdefault(int((at_s - outcome.arrived_s[0]) / width_s), []).append(count)
+    return [((number + 0.5) * width_s / 60, sum(counts) / len(counts) / most) for number, counts in sorted(seen.items())]
+
+
 def _charts(runs: Sequence[Run]) -> list[charts.Chart]:
     lines = {}
     for name, _, outcome in runs:
@@ -140,4 +151,7 @@ def _charts(runs: Sequence[Run]) -> list[charts.Chart]:
     if any(outcome.rejections for _, _, outcome in runs):
         rejected = {name: [float(outcome.rejected.get(reason, 0)) for reason in reasons] for name, _, outcome in runs}
         drawn.append(charts.Bars("Rejections", "requests", reasons, rejected))
+        most = max(max(outcome.decoding) for _, _, outcome in runs) or 1
+        loads = {name: _over_time(outcome, most) for name, _, outcome in runs}
+        drawn.append(charts.Lines("Decode load", "minutes", f"of {most} requests", loads, linear=True))
     return drawn

@@ -155,6 +155,8 @@ class Outcome:
     """Of `busy_s`, for requests that were turned away afterwards."""
     decoding: list[int] = field(default_factory=list)
     """How many requests were being decoded when each one arrived."""
+    arrived_s: list[float] = field(default_factory=list)
+    """When that was."""
     decoded_tokens: int = 0
     decode_s: float = 0.0
     """Of all requests that were decoded, together."""
@@ -332,6 +334,7 @@ class Replay:
     def _arrive(self, name: str, arrival: Arrival, now: float) -> None:
         outcome = self.outcome
         outcome.requests += 1
+        outcome.arrived_s.append(now)
         outcome.decoding.append(sum(len(batch) for batch in self._batches.values()))
         decision = self.conductor.route(Request(name, arrival.pages, arrival.tokens), now)
         if isinstance(decision, Rejection):
