@@ -110,7 +110,10 @@ def test_a_compressed_body_arrives_as_what_it_was() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("settings", [plain(2, prefill_s=0.01, decode_token_s=0.005), PAIR], ids=["plain", "pair"])
+SLOW = {"prefill_s": 0.01, "decode_token_s": 0.005}
+
+
+@pytest.mark.parametrize("settings", [plain(2, **SLOW), [replace(each, **SLOW) for each in PAIR]], ids=["plain", "pair"])
 def test_clients_that_come_and_go_at_any_time_leave_nothing_behind(settings: Sequence[FakeEngineSettings]) -> None:
     async def test() -> None:
         chance = random.Random(1)
@@ -128,7 +131,7 @@ def test_clients_that_come_and_go_at_any_time_leave_nothing_behind(settings: Seq
                     return 0
 
             statuses = await asyncio.gather(*(visit(number) for number in range(300)))
-            assert set(statuses) == {0, 200, 429}
+            assert {0, 200} <= set(statuses) <= {0, 200, 429}
             await until(lambda: not any(engine.stats.running for engine in found))
             assert client.router.gate.queued == 0
 
