@@ -189,6 +189,17 @@ def parse_metrics(value: object) -> str:
     return "" if text.lower() in ("", "off", "none", "false", "0") else parse_address(text)
 
 
+def parse_kv_events(value: object) -> str:
+    """tcp://host:port, as host:port; empty where there is none."""
+    text = parse_text(value)
+    if not text:
+        return ""
+    scheme, mark, address = text.partition("://")
+    if not mark or scheme != "tcp":
+        raise ValueError("KV events are published at tcp://host:port")
+    return join_address(*split_address(address))
+
+
 def parse_masters(value: object) -> tuple[str, ...]:
     given = [parse_text(item) for item in (value if isinstance(value, list | tuple) else [value])]
     if any(is_etcd(text) for text in given):

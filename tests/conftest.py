@@ -105,10 +105,13 @@ def stands_still(pid: int) -> bool:
 class MasterProcess:
     address: str
     process: subprocess.Popen[bytes] | None = None
+    extra: tuple[str, ...] = ()
 
     def start(self) -> MasterProcess:
         command = [sys.executable, "-m", "hicache_mooncake.cli", "master", "--listen", self.address, "--metrics", ""]
-        self.process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [*command, *self.extra], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         return self
 
     def kill(self) -> None:
@@ -134,11 +137,11 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
 
 
 @pytest.fixture
-def start_master() -> Iterator[Callable[[], MasterProcess]]:
+def start_master() -> Iterator[Callable[..., MasterProcess]]:
     started: list[MasterProcess] = []
 
-    def start() -> MasterProcess:
-        master = MasterProcess(f"127.0.0.1:{free_port()}")
+    def start(*extra: str) -> MasterProcess:
+        master = MasterProcess(f"127.0.0.1:{free_port()}", extra=extra)
         started.append(master)
         return master.start()
 

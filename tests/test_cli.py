@@ -181,6 +181,8 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None
         (["--cluster", "prod"], "give --etcd as well"),
         (["--etcd", "http://127.0.0.1:1", "--cluster", "a/b"], "letters, digits"),
         (["--key-file", "/nowhere/key"], "keygen"),
+        (["--kv-events", "127.0.0.1:5557"], "tcp://host:port"),
+        (["--kv-events-replay", "tcp://127.0.0.1:5558"], "give --kv-events as well"),
     ],
 )
 def test_a_wrong_master_is_refused(options: list[str], words: str) -> None:

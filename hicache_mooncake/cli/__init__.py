@@ -226,6 +226,8 @@ def master_command(
     ttl_s: Annotated[float, typer.Option(help="Pages of a node silent for so long are not offered.", min=0.1, max=600)] = 5.0,
     max_keys: Annotated[int, typer.Option(help="Most keys in the directory, 70 to 140 bytes each.", min=1)] = 50_000_000,
     max_bytes: Annotated[str, typer.Option(help="Most memory of the directory, such as 16gb; 0: what max-keys needs.")] = "0",
+    kv_events: Annotated[str, typer.Option(help="Publish KV events of the pool at tcp://host:port, in the clear.")] = "",
+    kv_events_replay: Annotated[str, typer.Option(help="tcp://host:port where subscribers get events they missed.")] = "",
     log_level: Annotated[str, typer.Option(envvar="HICACHE_MOONCAKE_LOG_LEVEL", help="As for node.")] = "info",
 ) -> None:
     """Run a metadata master. Several are equals: give nodes all of their addresses."""
@@ -234,7 +236,7 @@ def master_command(
     from hicache_mooncake.cli import logs
     from hicache_mooncake.config import join_address, parse_size, split_address
     from hicache_mooncake.config_table import BY_ATTRIBUTE
-    from hicache_mooncake.config_values import parse_advertise, parse_cluster, parse_shard
+    from hicache_mooncake.config_values import parse_advertise, parse_cluster, parse_kv_events, parse_shard
 
     problem = ""
     try:
@@ -247,11 +249,15 @@ def master_command(
             problem = f"--cluster {cluster} names a cluster in etcd: give --etcd as well"
         metrics_address = str(BY_ATTRIBUTE["metrics"].parse(metrics))
         level = str(BY_ATTRIBUTE["log_level"].parse(log_level))
+        published, repeated = parse_kv_events(kv_events), parse_kv_events(kv_events_replay)
+        if repeated and not published:
+            problem = "--kv-events-replay repeats what was published: give --kv-events as well"
         if ttl_s < 2 * heartbeat_s:
             problem = f"--ttl-s {ttl_s:g} must be at least twice --heartbeat-s {heartbeat_s:g}: a late report is no dead node"
     except ValueError as error:
         given = {"listen": listen, "metrics": metrics, "log level": log_level, "shard": shard, "max bytes": max_bytes}
-        given |= {name: value for name, value in (("advertise", advertise), ("etcd", etcd), ("cluster", cluster)) if value}
+        more = {"advertise": advertise, "etcd": etcd, "cluster": cluster, "kv events": kv_events, "replay": kv_events_replay}
+        given |= {name: value for name, value in more.items() if value}
         problem = f"{error} ({', '.join(f'{name} {value!r}' for name, value in given.items())})"
     if problem:
         print(f"hicache-mooncake: {problem}", file=sys.stderr)
@@ -275,6 +281,8 @@ def master_command(
             etcd=etcd or None,
             cluster=cluster,
             advertise=advertise,
+            kv_events=published,
+            kv_events_replay=repeated,
         )
     except MasterError as error:
         logging.getLogger("hicache_master").error("the master cannot start: %s", error)

@@ -38,6 +38,7 @@ from hicache_mooncake.protocol import (
 from hicache_mooncake.sharing import MAX_RANKS_OF_SOURCE, SharingTable, sentence
 
 from .directory import Directory
+from .events_out import EventsOut
 from .lookups import Lookups, named_first
 from .membership import ACTIVE, JOINING, Member, Membership, NoRoom, is_loopback, is_wildcard
 from .refusals import Refusals
@@ -70,6 +71,7 @@ Output = list[tuple[bytes, Message]]
 class MasterCore:
     """The whole master but its sockets and its clock.
 
+    With `events_kept_bytes` what the pool holds is put into `events`, to be taken from there, and so much is kept for replay.
     `handle` raises ProtocolError for a message that no honest node sends, before it has changed anything. `notes` collects
     (level, sentence) for the log, the newest 100. `role` and `masters` are what a report says of them, and for others to set.
     Not thread-safe.
@@ -86,6 +88,7 @@ class MasterCore:
         max_bytes: int | None = None,
         shard: tuple[int, int] = (0, 1),
         rng: random.Random | None = None,
+        events_kept_bytes: int | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.heartbeat_s = heartbeat_s
@@ -101,7 +104,11 @@ class MasterCore:
         self.membership = Membership(ttl_s, forget_s)
         self.stats = Stats()
         self.notes: deque[tuple[int, str]] = deque(maxlen=100)
-        self.streams = Streams(self.directory, self.shard, self.stats)
+        self.events = None if events_kept_bytes is None else EventsOut(self.shard, events_kept_bytes)
+        self.streams = Streams(self.directory, self.shard, self.stats, self.events)
+        self._untold: set[str] = set()
+        """Silent nodes, whose pages listeners were told to forget."""
+        self._untold_at = -1
         self._lookups = Lookups(self.directory, self.membership, self.streams, self.stats)
         self._senders: dict[str, bytes] = {}
         self.sharing = SharingTable()
@@ -183,6 +190,8 @@ class MasterCore:
         self.directory.sweep(SWEEP_KEYS_PER_TICK)
         self._full = self._full and not self.streams.have_room
         self._warm(now)
+        if self.events is not None:
+            self._keep_told(self.events, now)
         return []
 
     def excuse(self, seconds: float, now: float) -> None:
@@ -414,7 +423,32 @@ class MasterCore:
         if self._heard(message.node, message.incarnation, sender, now) is None:
             return [(sender, BeatReply(self.incarnation, known=False, want_snapshot=False))]
         self.sharing.put(message.node, message.ranks, now, message.number)
+        if self.events is not None:
+            for namespace in self.events.describe(message.ranks):
+                self.streams.resync_holders(namespace)
+            for namespace in self.events.surplus():
+                self.streams.tell_dropped(self.events, namespace)
+                self.events.forget(namespace)
         return []
+
+    def _keep_told(self, events: EventsOut, now: float) -> None:
+        """For those who follow events: nodes that are silent hold nothing, and those that are back, or that a subscriber wants
+        to hear, say anew what they hold."""
+        if self._untold_at != self.membership.version:
+            self._untold_at = self.membership.version
+            silent = {member.name for member in self.membership.live() if member.silent}
+            for name in silent - self._untold:
+                events.cleared(name)
+            for name in self._untold - silent:
+                self._resync(name)
+            self._untold = silent
+        for name in events.due([stream.name for stream in self.streams], now):
+            self._resync(name)
+
+    def _resync(self, name: str) -> None:
+        stream = self.streams.get(name)
+        if stream is not None:
+            self.streams.resync(stream)
 
     def _compare_engines(self, now: float) -> None:
         verdict = self.sharing.verdict(now)

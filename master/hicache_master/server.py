@@ -43,6 +43,8 @@ from hicache_mooncake.stacks import StackDump
 from .backlog import Backlog, Waiting
 from .core import MasterCore
 from .election import LEADER, Election, ElectionError
+from .events_out import KEPT_BYTES
+from .events_socket import EventsSocket
 from .membership import is_loopback, is_wildcard
 from .shard import make_shard
 
@@ -93,6 +95,10 @@ _COUNTERS = {
     "sick": ("sick", "Times a node was taken out of lookups because others could not read from it."),
     "foreign_keys": ("foreign_keys", "Keys of other shards that nodes sent here, ignored."),
     "strangers": ("strangers", "Connections refused: without this cluster's key, or not of ZeroMQ at all."),
+    "kv_events": ("kv_events", "KV events published (--kv-events)."),
+    "kv_events_dropped": ("kv_events_dropped", "Batches of KV events and answers to subscribers that could not be sent."),
+    "kv_event_replays": ("kv_event_replays", "Replays of KV events that subscribers asked for."),
+    "kv_event_snapshots": ("kv_event_snapshots", "Times subscribers asked for, or needed, all that nodes hold."),
 }
 
 
@@ -128,7 +134,9 @@ class MasterServer:
 
     `shard`: (index, count). With `key` only members of the cluster are let in; without one only this host's own address is
     served, unless `allow_unauthenticated`. `etcd`: its servers, where this master is listed in `cluster` under `advertise`
-    (host or host:port; default is what was bound)."""
+    (host or host:port; default is what was bound). `kv_events`: host:port where KV events are published, in the clear and to
+    everybody who reaches it, and `kv_events_replay` where what was missed is had; empty: nothing is. What was bound is in
+    `kv_events_address` and `kv_events_replay_address`."""
 
     def __init__(
         self,
@@ -146,6 +154,8 @@ class MasterServer:
         etcd: str | None = None,
         cluster: str = "",
         advertise: str = "",
+        kv_events: str = "",
+        kv_events_replay: str = "",
     ) -> None:
         if not 0 < heartbeat_s < ttl_s:
             raise MasterError(
@@ -164,6 +174,13 @@ class MasterServer:
                 " (hicache-mooncake keygen FILE) and give it to every master and node (--key-file FILE); or listen on"
                 " 127.0.0.1; or say that this network has only friends (--allow-unauthenticated)"
             )
+        if kv_events_replay and not kv_events:
+            raise MasterError("--kv-events-replay repeats what was published: give --kv-events as well")
+        published = [
+            _split_events(option, given, key is not None or allow_unauthenticated)
+            for option, given in (("--kv-events", kv_events), ("--kv-events-replay", kv_events_replay))
+            if given
+        ]
         if max_bytes is not None and max_bytes < 1 << 20:
             raise MasterError(f"max_bytes {max_bytes}: must be at least a MiB")
         self.core = MasterCore(
@@ -174,6 +191,7 @@ class MasterServer:
             max_keys=max_keys,
             max_bytes=max_bytes,
             shard=shard,
+            events_kept_bytes=None if not kv_events else KEPT_BYTES if kv_events_replay else 0,
         )
         self._garbage = 0
         self._errors = 0
@@ -189,6 +207,8 @@ class MasterServer:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._http: Observatory | None = None
         self._election: Election | None = None
+        self._kv_events: EventsSocket | None = None
+        self.kv_events_address = self.kv_events_replay_address = ""
         self._doorkeeper: Doorkeeper | None = None
         self._publish(time.monotonic())
         self._socket = self._context.socket(zmq.ROUTER)
@@ -198,6 +218,13 @@ class MasterServer:
             self.address = _bind(self._socket, listen, host, port)
             if etcd:
                 self._election = Election(etcd, cluster, shard[0], self.core.incarnation, _reached_at(advertise, self.address))
+            if self.core.events is not None:
+                try:
+                    self._kv_events = EventsSocket(self.core.events, published[0], published[1] if kv_events_replay else None)
+                except zmq.ZMQError as error:
+                    raise _cannot_bind(" and ".join(filter(None, (kv_events, kv_events_replay))), "KV events", error) from error
+                self.kv_events_address = self._kv_events.address
+                self.kv_events_replay_address = self._kv_events.replay_address
             self.metrics_address: str | None = None
             if metrics_listen:
                 self._http = _serve_http(metrics_listen, self)
@@ -219,6 +246,8 @@ class MasterServer:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         poller.register(self._events, zmq.POLLIN)
+        if self._kv_events is not None and self._kv_events.replay_socket is not None:
+            poller.register(self._kv_events.replay_socket, zmq.POLLIN)
         next_tick = next_view = 0.0
         if self._election is not None:
             self._election.start()
@@ -226,7 +255,7 @@ class MasterServer:
         try:
             while not self._stopping:
                 self.alive()
-                busy = bool(self._backlog) or self.core.sweeping
+                busy = bool(self._backlog) or self.core.sweeping or (self._kv_events is not None and self._kv_events.busy)
                 ready = dict(poller.poll(0 if busy else int(TICK_S * 1000)))
                 now = self._turn()
                 self._receive()
@@ -238,6 +267,8 @@ class MasterServer:
                 if self._backlog.bytes <= MAX_BACKLOG_BYTES and (now >= next_tick or self.core.sweeping):
                     next_tick = now + TICK_S
                     self._guard(self._tick, now)
+                if self._kv_events is not None:
+                    self._guard(self._kv_events.turn, now)
                 if now >= next_view:
                     next_view = now + VIEW_S
                     self._guard(self._publish, now)
@@ -255,6 +286,8 @@ class MasterServer:
                 self._doorkeeper.close()
             if self._election is not None:
                 self._election.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
             self._context.destroy(linger=0)
 
     def __del__(self) -> None:
@@ -357,6 +390,10 @@ class MasterServer:
         counters["garbage"] = self._garbage
         counters["errors"] = self._errors
         counters["strangers"] = self._strangers
+        if core.events is not None:
+            told = core.events.stats
+            counters["kv_events"], counters["kv_events_dropped"] = told.events, told.dropped
+            counters["kv_event_replays"], counters["kv_event_snapshots"] = told.replays, told.snapshots
         refusals: list[dict[str, str | int]] = [
             {"at": _wall(refusal.at, now), "node": refusal.node, "reason": refusal.reason, "times": refusal.times}
             for refusal in core.refusals.last()
@@ -393,6 +430,8 @@ def run_master(
     etcd: str | None = None,
     cluster: str = "",
     advertise: str = "",
+    kv_events: str = "",
+    kv_events_replay: str = "",
     ready: Callable[[str, str | None], None] | None = None,
 ) -> None:
     """Run a master until SIGTERM or SIGINT. `ready` is called with what was bound, once nodes can connect.
@@ -413,6 +452,8 @@ def run_master(
         etcd=etcd,
         cluster=cluster,
         advertise=advertise,
+        kv_events=kv_events,
+        kv_events_replay=kv_events_replay,
     )
     log.info(
         "master %s serves: address=%s shard=%s key=%s etcd=%s metrics=%s heartbeat_s=%g ttl_s=%g forget_s=%g max_keys=%d"
@@ -430,6 +471,12 @@ def run_master(
         PROTOCOL_MIN,
         PROTOCOL_MAX,
     )
+    if kv_events:
+        log.info(
+            "KV events are published at tcp://%s, replay=%s: whoever reaches these ports reads which pages the pool holds",
+            server.kv_events_address,
+            f"tcp://{server.kv_events_replay_address}" if kv_events_replay else "off",
+        )
     stacks = StackDump()
     server.alive = stacks.alive
     before: dict[signal.Signals, Any] = {}
@@ -459,6 +506,17 @@ def _split(listen: str, what: str, default_port: int | None) -> tuple[str, int]:
     except (ValueError, OSError) as error:
         raise MasterError(f"cannot listen on {listen!r} for {what}: {error}") from error
     return str(numeric), port
+
+
+def _split_events(option: str, given: str, anywhere: bool) -> tuple[str, int]:
+    host, port = _split(given, "KV events", None)
+    if not anywhere and not is_loopback(host):
+        raise MasterError(
+            f"{option} {given}: what is published there is read by whoever reaches it, and this cluster has no key. Listen on"
+            " 127.0.0.1; or give the cluster a key (hicache-mooncake keygen FILE, --key-file FILE) and keep strangers off this"
+            " port; or say that this network has only friends (--allow-unauthenticated)"
+        )
+    return host, port
 
 
 def _cannot_bind(listen: str, what: str, error: OSError | zmq.ZMQError) -> MasterError:

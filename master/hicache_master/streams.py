@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hicache_mooncake.protocol import (
     COLD,
@@ -19,6 +19,9 @@ from hicache_mooncake.protocol import (
 from .directory import Directory
 from .shard import Shard
 from .stats import Stats
+
+if TYPE_CHECKING:
+    from .events_out import EventsOut
 
 TIERS = (DRAM, COLD)
 MAX_LATER_KEYS = 524_288
@@ -72,6 +75,8 @@ class Stream:
     """Is everything known that the node held before it joined?"""
     refused: bool = False
     """The directory was full when this node had pages to add."""
+    again: bool = False
+    """Once the snapshot that is coming is whole another one is wanted: of this one not all was told."""
 
     @property
     def asks_for_snapshot(self) -> bool:
@@ -84,10 +89,11 @@ class Streams:
 
     A stream that misses a number, or restarts, wants a snapshot; until that is whole, what is known stays. Updates that come
     while it is on its way are applied at once and, if they follow it, again to it. Keys of other shards are counted and left
-    out. `version` moves when slots come or go."""
+    out. `version` moves when slots come or go. `events` hears of all that comes and goes."""
 
-    def __init__(self, directory: Directory, shard: Shard, stats: Stats) -> None:
+    def __init__(self, directory: Directory, shard: Shard, stats: Stats, events: EventsOut | None = None) -> None:
         self.version = 0
+        self._events = events
         self._directory = directory
         self._shard = shard
         self._stats = stats
@@ -150,6 +156,21 @@ class Streams:
             if stream.incoming is not None:
                 self._drop(stream.incoming.slots)
             self._drop(stream.slots)
+            if self._events is not None:
+                self._events.cleared(name)
+
+    def resync(self, stream: Stream) -> None:
+        """Have this node send all that it holds once more, for those who listen. What is known stays meanwhile."""
+        if stream.incoming is not None:
+            stream.again = True
+        else:
+            stream.want_snapshot = True
+
+    def resync_holders(self, namespace: bytes) -> None:
+        """The same of all nodes that hold pages of this namespace."""
+        for stream in self._streams.values():
+            if self._has(stream, namespace):
+                self.resync(stream)
 
     def ask(self, stream: Stream, now: float) -> bool:
         """Is this node to be asked for its snapshot now? One that has to wait is asked with a later heartbeat."""
@@ -180,11 +201,22 @@ class Streams:
         if stream is not None:
             known = [stream.slots] if stream.incoming is None else [stream.slots, stream.incoming.slots]
             newer = any(DRAM in slots and self._directory.has(slots[DRAM], namespace) for slots in known)
+        if self._events is not None:
+            self.tell_dropped(self._events, namespace)
         self._directory.drop_namespace(namespace)
         if stream is not None and newer:
             if stream.incoming is not None:
                 self.break_off(stream)
             self._gap(stream)
+
+    def tell_dropped(self, events: EventsOut, namespace: bytes) -> None:
+        """A namespace is about to be forgotten. Others that are told on its topics are told anew by those who hold them."""
+        alike = events.alike(namespace)
+        for stream in self._streams.values() if alike else ():
+            if self._has(stream, namespace):
+                events.cleared(stream.name, namespace)
+                if any(self._has(stream, other) for other in alike if other != namespace):
+                    self.resync(stream)
 
     def break_off(self, stream: Stream) -> None:
         """The snapshot that is coming has lost a part."""
@@ -192,6 +224,7 @@ class Streams:
         self._stats.snapshots_broken += 1
         self._drop(stream.incoming.slots)
         stream.incoming = None
+        stream.again = False
         stream.want_snapshot = True
 
     # ------------------------------------------------------------------ what comes
@@ -228,6 +261,8 @@ class Streams:
                 self.break_off(stream)
             stream.incoming = Incoming(message.seq, now)
             stream.want_snapshot = True
+            if self._events is not None:
+                self._events.cleared(stream.name)
         incoming = stream.incoming
         if incoming is None or incoming.seq != message.seq or message.part < incoming.next_part:
             return False
@@ -245,6 +280,8 @@ class Streams:
             if slot is None:
                 slot = slots[message.tier] = self._directory.allocate()
             self._add(stream, slot, message.added)
+            if self._events is not None:
+                self._events.changed(stream.name, message.tier, message.added, [])
         if message.last:
             self._complete(stream, incoming)
         return message.last or begins_cold
@@ -285,7 +322,7 @@ class Streams:
         self._drop(stream.slots)
         self._take_over(stream, live | incoming.slots)
         stream.seq = incoming.seq
-        stream.want_snapshot = False
+        stream.want_snapshot, stream.again = stream.again, False
         stream.whole = True
         stream.incoming = None
         for seq in sorted(incoming.later):
@@ -302,11 +339,17 @@ class Streams:
         last_at = asked_at if stream.incoming is None else max(asked_at, stream.incoming.last_part_at)
         return now - last_at <= ASKED_S
 
+    def _has(self, stream: Stream, namespace: bytes) -> bool:
+        known = [stream.slots] if stream.incoming is None else [stream.slots, stream.incoming.slots]
+        return any(self._directory.has(slot, namespace) for slots in known for slot in slots.values())
+
     def _gap(self, stream: Stream) -> None:
         self._stats.gaps += 1
         stream.want_snapshot = True
 
     def _apply(self, stream: Stream, message: Update) -> None:
+        if self._events is not None:
+            self._events.changed(stream.name, message.tier, message.added, message.removed)
         slot = stream.slots.get(message.tier)
         if slot is not None:
             for namespace, hashes in message.removed:
