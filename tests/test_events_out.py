@@ -279,6 +279,20 @@ def test_namespaces_beyond_the_bound_are_forgotten_with_their_pages(master: Tell
     assert master.hear() == {A: held(POOL, 3)}
 
 
+def test_what_is_forgotten_first_is_of_the_engine_that_is_gone_for_longest(
+    master: Telling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_out, "MAX_NAMESPACES", 3)
+    spaces = [bytes([n]) * 16 for n in range(4)]
+    master.join("a")
+    master.with_engine("b").describe("b", described(spaces[0], "living"))
+    for n in (1, 2, 1, 3):
+        master.describe("a", described(spaces[n], f"e{n}"))
+    for seq, n in enumerate(range(4), 1):
+        master.take(Update("a", b"i1", seq, [(spaces[n], hashes(n))], []), b"a")
+    assert master.hear() == {A: held(POOL, 0, 1, 3)}
+
+
 def test_a_topic_beyond_the_bound_is_cleared(master: Telling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_out, "MAX_TOPICS", 1)
     master.with_engine("a", "b")

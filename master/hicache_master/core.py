@@ -426,7 +426,7 @@ class MasterCore:
         if self.events is not None:
             for namespace in self.events.describe(message.ranks):
                 self.streams.resync_holders(namespace)
-            for namespace in self.events.surplus():
+            for namespace in self.events.surplus(self.sharing.ranks()) if self.events.full else ():
                 self.streams.tell_dropped(self.events, namespace)
                 self.events.forget(namespace)
         return []

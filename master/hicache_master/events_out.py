@@ -15,15 +15,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from hicache_mooncake.protocol import COLD, DRAM, HASH_BYTES, NAMESPACE_BYTES, RankIdentity
-from hicache_mooncake.sharing import KV
+from hicache_mooncake.protocol import COLD, DRAM, HASH_BYTES, NAMESPACE_BYTES, PoolIdentity, RankIdentity
+from hicache_mooncake.sharing import KV, MAX_RANKS
 
 from .shard import Shard
 
 MAX_BATCH_HASHES = 4096
 MAX_TOPICS = 8192
-MAX_NAMESPACES = 1024
-"""Known of engines that were described. Beyond it the one that was described longest ago goes."""
+MAX_NAMESPACES = 2 * MAX_RANKS
+"""Told of. Beyond it those go of engines that are gone, which were described longest ago first."""
 MAX_MODEL_CHARS = 255
 KEPT_BYTES = 64 << 20
 KEPT_BATCHES = 20_000
@@ -148,13 +148,7 @@ class EventsOut:
     def describe(self, ranks: Iterable[RankIdentity]) -> list[bytes]:
         """Engines have said who they are. Returns namespaces that are told of from now on, whose pages were not before."""
         new = []
-        for rank in ranks:
-            if any(rank.rank) or not rank.pools:
-                continue
-            pool = min(rank.pools, key=lambda pool: (pool.pool != KV, pool.pool))
-            if not pool.namespaces or len(pool.namespaces[0]) != NAMESPACE_BYTES:
-                continue
-            namespace = pool.namespaces[0]
+        for namespace, pool in _told_pools(ranks).items():
             if namespace not in self._namespaces:
                 size = pool.fields.get("page_size", "")
                 page_size = int(size) if size.isdecimal() and len(size) < 10 else 0
@@ -163,9 +157,17 @@ class EventsOut:
             self._namespaces.move_to_end(namespace)
         return new
 
-    def surplus(self) -> list[bytes]:
-        """Namespaces that are too many; each is to be given to `forget` when its pages have been cleared."""
-        return list(itertools.islice(self._namespaces, max(0, len(self._namespaces) - MAX_NAMESPACES)))
+    @property
+    def full(self) -> bool:
+        """More namespaces are told of than there should be: `surplus` has those to forget."""
+        return len(self._namespaces) > MAX_NAMESPACES
+
+    def surplus(self, living: Iterable[RankIdentity]) -> list[bytes]:
+        """Namespaces that are too many, and of none of these ranks; each is to be given to `forget` when its pages have been
+        cleared."""
+        kept = _told_pools(living)
+        others = (namespace for namespace in self._namespaces if namespace not in kept)
+        return list(itertools.islice(others, max(0, len(self._namespaces) - MAX_NAMESPACES)))
 
     def forget(self, namespace: bytes) -> None:
         del self._namespaces[namespace]
@@ -319,6 +321,17 @@ class Replay:
     place: int
     end: int
     moved_at: float
+
+
+def _told_pools(ranks: Iterable[RankIdentity]) -> dict[bytes, PoolIdentity]:
+    """The pools whose pages are told of, by their namespace."""
+    found = {}
+    for rank in ranks:
+        if not any(rank.rank) and rank.pools:
+            pool = min(rank.pools, key=lambda pool: (pool.pool != KV, pool.pool))
+            if pool.namespaces and len(pool.namespaces[0]) == NAMESPACE_BYTES:
+                found[pool.namespaces[0]] = pool
+    return found
 
 
 def _cut(topic: _Topic) -> Iterator[list[Event]]:
