@@ -11,6 +11,8 @@ from tests.work import PYTHON, STORED, measured, movers
 WORSE, BETTER = 1.1, 0.8
 SLACK = 4.0
 """Of small figures."""
+SLACK_CALLS = 16.0
+"""Who is waited for is asked once or twice more, on a busy machine."""
 
 
 def test_a_page_costs_no_more_work_than_it_did() -> None:
@@ -20,15 +22,16 @@ def test_a_page_costs_no_more_work_than_it_did() -> None:
     with movers():
         figures = measured()
     assert figures.keys() == stored.keys()
+    slack = {name: SLACK_CALLS if name.endswith("calls") else SLACK for name in stored}
     worse = {
         name: (before, figures[name])
         for name, before in stored.items()
-        if figures[name] > before + max(SLACK, (WORSE - 1) * abs(before))
+        if figures[name] > before + max(slack[name], (WORSE - 1) * before)
     }
     assert not worse, "(stored, now); if it is worth it: python -m tests.work --write, and say why in the commit"
     better = {
         name: (before, figures[name])
         for name, before in stored.items()
-        if figures[name] < before - max(SLACK, (1 - BETTER) * abs(before))
+        if figures[name] < before - max(slack[name], (1 - BETTER) * before)
     }
     assert not better, "(stored, now): keep it with python -m tests.work --write"

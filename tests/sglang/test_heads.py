@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import ctypes
 import functools
 import hashlib
@@ -283,6 +284,8 @@ Serve = Callable[..., None]
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """This process as SGLang's scheduler process of a model: `config` of the checkpoint, server arguments by keyword."""
     before, environment = runtime_context.snapshot_context(), dict(os.environ)
+    # It keeps the very dictionaries that overrides write to: what a test overrides would be there for all tests after it.
+    before["__parallel__"] = {name: copy.copy(value) for name, value in before["__parallel__"].items()}
 
     def start(config: dict[str, Any] | None = None, *, loaded: str = "sglang.srt.models.llama", **arguments: Any) -> None:
         config = CONFIG | (config or {})
