@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions etcd rdma-vm demo test test-all test-rdma sim matrix failures lint bench bench-master bench-router bench-scale soak wheel clean distclean
+.PHONY: help venv versions etcd rdma-vm demo test test-all test-rdma sim matrix failures lint bench bench-answers bench-engines bench-master bench-router bench-scale soak wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,9 @@ help:
 	@echo "                 and so do LMCACHE=PYTHON, one that has lmcache, and NIXL=PYTHON, one that has nixl"
 	@echo "make bench-master  the master's; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares with it"
 	@echo "make bench-router  what the router adds to a request and what it saves, beside sglang-router where that is installed"
+	@echo "make bench-answers every answer of SGLang servers (CPU) on a pool that evicts against one without any cache, token by"
+	@echo "                 token; BENCH_ARGS='--requests 10000' or '--requests 10000 --minutes 60'"
+	@echo "make bench-engines chats of several rounds: no HiCache, HiCache, and HiCache with each L3 that runs here; with a plot"
 	@echo "make bench-scale   one shard of a cluster of 1,000 nodes: messages, bytes and CPU a second"
 	@echo "make failures    the tests of faults, and docs/failures.md from those that passed"
 	@echo "make soak        a cluster at full load for 20 minutes: does anything grow? BENCH_ARGS='--cold DIR': with cold tiers there,"
@@ -103,6 +106,12 @@ bench-master: $(READY)
 
 bench-router: $(READY)
 	@$(PY) -m benchmarks.router $(BENCH_ARGS)
+
+bench-answers: $(READY)
+	@$(PY) -m benchmarks.answers $(BENCH_ARGS)
+
+bench-engines: $(READY)
+	@$(PY) -m benchmarks.engines $(BENCH_ARGS)
 
 bench-scale: $(READY)
 	@$(PY) -m benchmarks.scale $(BENCH_ARGS)

@@ -34,5 +34,5 @@ def test_a_table_replaces_the_former_one_and_nothing_else(tmp_path: Path) -> Non
 
 def test_the_page_has_a_place_for_each_table() -> None:
     page = (harness.ROOT / "docs" / "performance.md").read_text()
-    for marker in ("make bench", "benchmarks.where", "benchmarks.streams"):
+    for marker in ("make bench", "benchmarks.where", "benchmarks.streams", "benchmarks.engines"):
         assert page.count(f"<!-- {marker}: begin -->") == page.count(f"<!-- {marker}: end -->") == 1
