@@ -26,6 +26,7 @@ from hicache_master.router.bodies import (
     with_bootstrap,
 )
 from hicache_master.router.fairness import Gate
+from hicache_master.router.metrics import Metrics
 from hicache_master.router.routing import Flight, Routing
 from hicache_master.router.workers import Facts, Worker, Workers, make_spec
 from hypothesis import given
@@ -191,6 +192,21 @@ def test_each_computed_token_has_its_reason(cached: int | None, missed: dict[str
     assert sort_out(700, 64, 10, 8, 5, cached, read=True).missed == missed
     if cached:
         assert sort_out(700, 64, 0, 0, 0, cached, read=False).missed == {"unread": 700 - cached}
+
+
+def test_cached_tokens_and_bytes_are_exported_by_tier_and_no_more_than_were_found() -> None:
+    accounts = Accounts()
+    accounts.add(sort_out(100, 10, 10, 5, 5, 50, True), {"device": 20, "host": 10, "storage": 20})
+    accounts.add(sort_out(100, 10, 10, 5, 5, 10, True), {"device": 10, "storage": 30})
+    accounts.validate()
+    value = Metrics((), Gate(1, 1), accounts, lambda: 4.0, lambda: {"pool_known": 3.0}).registry.get_sample_value
+    tokens = {
+        tier: value("hicache_router_cached_tokens_by_tier_total", {"tier": tier}) for tier in ("device", "host", "storage")
+    }
+    assert tokens == {"device": 30, "host": 10, "storage": 20}
+    assert sum(tokens.values()) == value("hicache_router_cached_tokens_total") == 60
+    assert value("hicache_router_cached_bytes_by_tier_total", {"tier": "storage"}) == 80
+    assert value("hicache_router_pool_known") == 3
 
 
 def test_prefills_that_cannot_be_told_apart_are_measured_together() -> None:
