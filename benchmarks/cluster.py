@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from benchmarks.harness import ROOT
+from benchmarks.machine import ROOT
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config_values import join_address
 from hicache_mooncake.node.master_link import ChangeSource, JoinFacts, Keys, MasterLink, Usage

@@ -16,12 +16,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import ROOT, Bench, Memory, Row, pool, spread
+from benchmarks.harness import Bench, Memory, Row, compare, pool
+from benchmarks.machine import ROOT
 from benchmarks.ranks import BATCH, KIB, MIB, POOL_BYTES, Rank, size_text
 from benchmarks.rival import Rival
 from hicache_mooncake import protocol as p
@@ -60,7 +61,7 @@ LOADS = (Load(64 * KIB, BATCH, 4, 0.7), Load(MIB, BATCH, 1, 0.9), Load(4 * MIB, 
 
 def cold(bench: Bench) -> list[Row]:
     if not shutil.which("fio"):
-        print("cold: skipped, its ceiling is missing: apt-get install fio")
+        bench.skipped["cold"] = "its ceiling is missing: apt-get install fio"
         return []
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=bench.disk) as folder:
         directory = Path(folder)
@@ -112,9 +113,7 @@ def _loads(bench: Bench, load: Load, directory: Path) -> list[Row]:
         rows += [_row(what, figures, "ours", rival.name, 1.0 if rival.name == best else None) for rival in rivals]
     if load.page == MIB:
         times = figures["exists"]
-        rows.append(
-            Row(f"cold: exists of {load.count} keys", median(times), 0.15, "ms", "ms in DRAM", spread(times), None, True)
-        )
+        rows.append(compare(f"cold: exists of {load.count} keys", times, 0.15, "ms", "ms in DRAM", None, True))
     return rows
 
 
@@ -159,9 +158,8 @@ def _writes(bench: Bench, directory: Path) -> list[Row]:
     ]
 
 
-def _row(what: str, figures: dict[str, list[float]], name: str, ceiling: str, target: float | None) -> Row:
-    mine = figures[name]
-    return Row(what, median(mine), median(figures[ceiling]), "GB/s", ceiling, spread(mine), target)
+def _row(what: str, figures: Mapping[str, Sequence[float]], name: str, ceiling: str, target: float | None) -> Row:
+    return compare(what, figures[name], figures[ceiling], "GB/s", ceiling, target)
 
 
 @contextlib.contextmanager
@@ -260,7 +258,7 @@ def _fio(path: Path, how: str, block: int, depth: int, offset: int, size: int) -
 
 
 class DiskRival(Rival):
-    """A backend that keeps pages in files: see `file_pool` and `nixl_pool`."""
+    """A backend that keeps pages in files: see `file_pool`, `sglang_nixl_pool` and `nixl_pool`."""
 
     def __init__(self, name: str, python: str, script: str, directory: Path, env: dict[str, str]) -> None:
         self._command = [python, str(ROOT / "benchmarks" / script), str(directory)]
@@ -282,8 +280,16 @@ def _rivals(bench: Bench, load: Load, directory: Path, rounds: int) -> Iterator[
         made = []
         if importlib.util.find_spec("sglang"):
             made.append(("SGLang file", sys.executable, "file_pool.py", folder / "file", cpu_environment()))
+        else:
+            bench.skipped["SGLang file"] = "no sglang in this environment"
+        if importlib.util.find_spec("sglang") and importlib.util.find_spec("nixl"):
+            made.append(("SGLang nixl", sys.executable, "sglang_nixl_pool.py", folder / "sglang-nixl", cpu_environment()))
+        else:
+            bench.skipped["SGLang nixl"] = "no sglang or no nixl in this environment"
         if bench.nixl:
             made.append(("NIXL POSIX", bench.nixl, "nixl_pool.py", folder / "nixl", {}))
+        else:
+            bench.skipped["NIXL POSIX"] = "no --nixl PYTHON that has nixl"
         rivals = [stack.enter_context(contextlib.closing(DiskRival(*each))) for each in made]
         for rival in rivals:
             for _ in range((rounds + 1) * load.batches):

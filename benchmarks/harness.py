@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.machine import ROOT, machine, provenance
+from benchmarks.usage import METER, Cost, Figures, cost_of
 from hicache_mooncake.client.embedded import node_answers
 from hicache_mooncake.config import Settings, load_settings
 from hicache_mooncake.config_values import join_address
@@ -28,13 +29,11 @@ from hicache_mooncake.testing.local import free_port
 from hicache_mooncake.transfer.mapping import Mapping as SharedMapping
 from hicache_mooncake.transfer.mapping import create_memfd
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 @dataclasses.dataclass
 class Row:
     """One line of the table. `ours` and `ceiling` are medians in `unit`; for a rate the ratio is ours / ceiling, for a time
-    ceiling / ours. `target` is the least ratio that we promise, or None."""
+    ceiling / ours. `target` is the least ratio that we promise, or None. Costs are None where nothing was metered."""
 
     what: str
     ours: float
@@ -44,6 +43,8 @@ class Row:
     spread: float
     target: float | None = None
     lower_is_better: bool = False
+    ours_cost: Cost | None = None
+    ceiling_cost: Cost | None = None
 
     @property
     def ratio(self) -> float:
@@ -54,10 +55,24 @@ class Row:
         return self.target is not None and self.ratio < self.target
 
 
+def compare(
+    what: str,
+    ours: Sequence[float],
+    ceiling: Sequence[float] | float,
+    unit: str,
+    ceiling_name: str,
+    target: float | None = None,
+    lower_is_better: bool = False,
+) -> Row:
+    """A row of figures, and of what they cost. `ceiling` is figures too, or what is allowed."""
+    bound, theirs = (ceiling, None) if isinstance(ceiling, float) else (median(ceiling), cost_of(ceiling))
+    return Row(what, median(ours), bound, unit, ceiling_name, spread(ours), target, lower_is_better, cost_of(ours), theirs)
+
+
 @dataclasses.dataclass
 class Bench:
     """How a section is to measure. `mooncake`, `lmcache`, `nixl`: the Python that has it, or "". `disk`: where the cold
-    tier is measured."""
+    tier is measured. `models`: which of `geometry.PRESETS`. `skipped`: what did not take part, and why."""
 
     progress: Progress
     rounds: int
@@ -65,35 +80,38 @@ class Bench:
     lmcache: str = ""
     nixl: str = ""
     disk: str = "/var/tmp"
+    models: Sequence[str] = ()
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def interleave(
         self, contenders: Mapping[str, Callable[[int], float]], what: str, rounds: int | None = None
-    ) -> dict[str, list[float]]:
+    ) -> dict[str, Figures]:
         return interleave(contenders, self.rounds if rounds is None else rounds, self.progress, what)
 
 
 def interleave(
     contenders: Mapping[str, Callable[[int], float]], rounds: int, progress: Progress, what: str
-) -> dict[str, list[float]]:
+) -> dict[str, Figures]:
     """Run every contender once a round, in an order that changes; the first round is a warm-up and not counted.
 
-    A contender gets the round's number and returns its figure.
+    A contender gets the round's number and returns its figure; `usage` says what its turn cost.
     """
-    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    figures = {name: Figures() for name in contenders}
     task = progress.add_task(what, total=rounds + 1)
     for number in range(rounds + 1):
         names = list(contenders)
         random.Random(number).shuffle(names)
         for name in names:
-            figure = contenders[name](number)
+            figure, cost = METER.turn(contenders[name], number)
             if number:
                 figures[name].append(figure)
+                figures[name].costs.append(cost)
         progress.advance(task)
     progress.remove_task(task)
     return figures
 
 
-def spread(values: list[float]) -> float:
+def spread(values: Sequence[float]) -> float:
     """Half the distance between the quartiles, as a part of the median."""
     ordered = sorted(values)
     quarter = len(ordered) // 4
@@ -118,10 +136,12 @@ class Memory:
 
 def memcpy_rate(source: Memory, target: Memory, page: int, count: int) -> float:
     """GB/s of a plain memcpy of `count` pages, in one thread: the ceiling for shared memory."""
-    started = time.perf_counter()
-    for at in range(0, page * count, page):
-        ctypes.memmove(target.address + at, source.address + at, page)
-    return page * count / (time.perf_counter() - started) / 1e9
+    with METER.timed([os.getpid()]):
+        started = time.perf_counter()
+        for at in range(0, page * count, page):
+            ctypes.memmove(target.address + at, source.address + at, page)
+        took = time.perf_counter() - started
+    return page * count / took / 1e9
 
 
 @contextlib.contextmanager
@@ -198,43 +218,22 @@ def write_between(marker: str, lines: Sequence[str], path: Path = ROOT / "docs" 
     return path
 
 
-def machine() -> str:
-    """For people."""
-    return f"{os.cpu_count()} cores ({cpu_name()}), kernel {platform.release()}, Python {platform.python_version()}"
+def save(rows: Sequence[Row], name: str, bench: Bench | None = None, path: Path | None = None) -> Path:
+    """Keep what was printed, with the commit, the machine and the versions, and what was skipped and why. By default in
+    `benchmarks/results`."""
+    skipped = dict(bench.skipped) if bench else {}
+    pythons = {"mooncake": bench.mooncake, "lmcache": bench.lmcache, "nixl": bench.nixl} if bench else {}
+    record = provenance(name, pythons, bench.disk if bench else "/var/tmp")
+    record |= {"rounds": bench.rounds if bench else None, "skipped": skipped}
+    return keep(record | {"rows": as_records(rows)}, name, path)
 
 
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+def as_records(rows: Sequence[Row]) -> list[dict[str, object]]:
+    return [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows]
 
 
-def provenance(name: str) -> dict[str, object]:
-    """Of a result: the commit and the machine."""
-
-    def output(*command: str) -> str:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-        return ""
-
-    return {
-        "benchmark": name,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": output("git", "rev-parse", "HEAD"),
-        "dirty": bool(output("git", "status", "--porcelain")),
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "kernel": platform.release(),
-            "python": platform.python_version(),
-        },
-    }
-
-
-def save(rows: list[Row], name: str) -> Path:
-    """Keep what was printed, with the commit and the machine."""
-    record = provenance(name) | {"rows": [dataclasses.asdict(row) | {"ratio": row.ratio} for row in rows]}
-    folder = ROOT / "benchmarks" / "results"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}.json"
+def keep(record: Mapping[str, object], name: str, path: Path | None = None) -> Path:
+    path = path or ROOT / "benchmarks" / "results" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 
-from benchmarks.harness import Bench, Memory, Row, memcpy_rate, pool, spread
+from benchmarks.harness import Bench, Memory, Row, compare, memcpy_rate, pool
 from benchmarks.ranks import BATCH, KIB, MIB, POOL_BYTES, Pages, Rank
 from benchmarks.rival import mooncakes
 from hicache_mooncake import protocol as p
@@ -123,8 +124,30 @@ def busy(bench: Bench) -> list[Row]:
     return rows
 
 
+def batches(bench: Bench) -> list[Row]:
+    """One host, from a page to 128 at once: what a batch costs besides its pages."""
+    source, target = Memory(POOL_BYTES), Memory(POOL_BYTES)
+    rows: list[Row] = []
+    with pool() as (settings,):
+        rank = Rank(settings, source)
+        for size in (64 * KIB, MIB):
+            made = {count: Pages(rank, rank, size, count=count) for count in (1, 8, 32, BATCH)}
+            contenders: dict[str, Callable[[int], float]] = {}
+            for count, pages in made.items():
+                contenders |= {f"{count} store": pages.store, f"{count} load": pages.load}
+                contenders[f"{count} memcpy"] = lambda _, each=pages: memcpy_rate(source, target, each.page, each.count)
+            figures = bench.interleave(contenders, f"batches {size // KIB} KiB")
+            for count, pages in made.items():
+                mine = {"memcpy": figures[f"{count} memcpy"]} | {op: figures[f"{count} {op}"] for op in ("store", "load")}
+                rows += pages.rows("batches", mine, "memcpy", ["store", "load"], None)
+        rank.client.close()
+    source.close()
+    target.close()
+    return rows
+
+
 def lookups(bench: Bench) -> list[Row]:
-    """Existence of keys that are all there: the whole call, against the time allowed."""
+    """Existence of keys, of which all are there, none, or the first half: the whole call, against the time allowed."""
     memory = Memory(POOL_BYTES)
     rows: list[Row] = []
     with pool() as (settings,):
@@ -132,22 +155,25 @@ def lookups(bench: Bench) -> list[Row]:
         namespace, stored = os.urandom(16), os.urandom(p.HASH_BYTES * 16_000)
         for first in range(0, 16_000, BATCH):
             rank.move("store", namespace, stored[first * p.HASH_BYTES : (first + BATCH) * p.HASH_BYTES], 8 * KIB)
+        unknown = os.urandom(len(stored))
         for count, allowed_ms in ((128, 0.15), (1000, 1.0), (16_000, 10.0)):
-            hashes = stored[: count * p.HASH_BYTES]
 
-            def lookup(_round: int, hashes: bytes = hashes, count: int = count) -> float:
+            def lookup(_round: int, there: int, count: int = count) -> float:
+                hashes = stored[: there * p.HASH_BYTES] + unknown[: (count - there) * p.HASH_BYTES]
                 times = []
                 for _ in range(20):
                     started = time.perf_counter()
                     found = rank.client.exists(namespace, hashes)
                     times.append(time.perf_counter() - started)
-                    if found != count:
-                        raise RuntimeError(f"lookup of {count} keys found {found}")
+                    if found != there:
+                        raise RuntimeError(f"lookup of {count} keys, of which {there} are there, found {found}")
                 return median(times) * 1e3
 
-            figures = bench.interleave({"lookup": lookup}, f"lookup of {count}")["lookup"]
-            row = Row(f"lookup of {count} keys", median(figures), allowed_ms, "ms", "ms allowed", spread(figures), 1.0, True)
-            rows.append(row)
+            kinds = {"": count, ", none there": 0, ", half there": count // 2}
+            contenders = {kind: partial(lookup, there=there) for kind, there in kinds.items()}
+            figures = bench.interleave(contenders, f"lookup of {count}")
+            for kind, times in figures.items():
+                rows.append(compare(f"lookup of {count} keys{kind}", times, allowed_ms, "ms", "ms allowed", 1.0, True))
         rank.client.close()
     memory.close()
     return rows
@@ -176,7 +202,7 @@ def first_use(bench: Bench) -> list[Row]:
     for op in ("store", "load"):
         first, warmed = figures[f"first {op}"], figures[f"warmed {op}"]
         what = f"first {op} of a fresh pool, {BATCH} x 1 MiB"
-        rows.append(Row(what, median(first), median(warmed), "GB/s", "warmed", spread(first), 0.8))
+        rows.append(compare(what, first, warmed, "GB/s", "warmed", 0.8))
     memory.close()
     return rows
 
@@ -219,11 +245,9 @@ def latency(bench: Bench) -> list[Row]:
         for name, values in figures.items():
             what = f"latency: {name}"
             if name in allowed:
-                row = Row(what, median(values), allowed[name], "ms", "ms allowed", spread(values), 1.0, True)
+                rows.append(compare(what, values, allowed[name], "ms", "ms allowed", 1.0, True))
             else:
-                load = median(figures["one 64 KiB page loaded, shm"])
-                row = Row(what, median(values), load, "ms", "loaded", spread(values), None, True)
-            rows.append(row)
+                rows.append(compare(what, values, figures["one 64 KiB page loaded, shm"], "ms", "loaded", None, True))
         writer.client.close()
         reader.client.close()
     source.close()

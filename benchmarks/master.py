@@ -25,7 +25,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.cluster import BATCH, NAMESPACE, Actor, MasterProcess, Node, PlainNode, fill, page_hashes, parts
 from benchmarks.conductor import decisions
-from benchmarks.harness import ROOT, Row, interleave, report, save, spread
+from benchmarks.harness import Row, interleave, report, save, spread
+from benchmarks.machine import ROOT
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config_values import join_address
 from hicache_mooncake.testing.local import free_port
@@ -396,6 +397,7 @@ def main() -> None:
     parser.add_argument("--keys", type=int, default=1_000_000, help="in the directory; Mooncake gets as many")
     parser.add_argument("--mooncake", metavar="PYTHON", help="the Python that has mooncake-transfer-engine(-non-cuda)")
     parser.add_argument("--full", action="store_true", help="memory of 10 M and 50 M keys too: needs 6 GB and some minutes")
+    parser.add_argument("--out", type=Path, help="where the JSON is written")
     options = parser.parse_args()
     load = os.getloadavg()[0]
     if not options.mooncake:
@@ -407,7 +409,7 @@ def main() -> None:
             rows += SECTIONS[name](progress, options)
     busy = f"{os.cpu_count()} cores, of which others kept {load:.1f} busy at the start"
     report(rows, f"medians of {options.rounds} interleaved rounds; the longest waits: medians of 3 tries; {busy}")
-    print(f"saved as {save(rows, 'master')}")
+    print(f"saved as {save(rows, 'master', path=options.out)}")
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.harness import ROOT, Bench, Row, report, save, spread
+from benchmarks.harness import Bench, Row, compare, report, save
+from benchmarks.machine import ROOT
+from benchmarks.usage import METER
 
 LAYERS, HEADS, HEAD_DIM, ITEM = 32, 8, 128, 2
 TOKEN_BYTES = HEADS * HEAD_DIM * ITEM
@@ -50,6 +51,8 @@ class End:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
+        self.pid = self._process.pid
+        METER.apart.add(self.pid)
 
     def ask(self, *question: Any) -> Any:
         assert self._process.stdin is not None
@@ -64,6 +67,7 @@ class End:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
+        METER.apart.discard(self.pid)
 
 
 class Pair:
@@ -88,7 +92,8 @@ class Pair:
         """GB/s of one request. In the round of the warm-up what has arrived is compared."""
         pages, page = self._tokens // page_tokens, page_tokens * TOKEN_BYTES
         shuffled = [random.Random(f"{round_} {end}").sample(range(2 * pages), pages) for end in range(2)]
-        took = self._sender.ask("send", self._session, self._addresses, page, *shuffled)
+        with METER.timed([end.pid for end in self._ends]):
+            took = self._sender.ask("send", self._session, self._addresses, page, *shuffled)
         if round_ == 0 and self._sender.ask("digest", page, shuffled[0]) != self._receiver.ask("digest", page, shuffled[1]):
             raise RuntimeError("what has arrived is not what was sent")
         return float(2 * self._layers * pages * page / took / 1e9)
@@ -131,10 +136,8 @@ def pd(bench: Bench, layers: int = LAYERS, tokens: int = TOKENS) -> list[Row]:
                 for ceiling in ("Mooncake tcp", "bare loop"):
                     if ceiling in figures:
                         target = TARGET if (name, ceiling) == ("ours tcp", "Mooncake tcp") else None
-                        ours, other = figures[name], median(figures[ceiling])
-                        rows.append(
-                            Row(f"pd {name.split()[1]}: {what}", median(ours), other, "GB/s", ceiling, spread(ours), target)
-                        )
+                        row = f"pd {name.split()[1]}: {what}"
+                        rows.append(compare(row, figures[name], figures[ceiling], "GB/s", ceiling, target))
     return rows
 
 

@@ -11,9 +11,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from statistics import median
 
-from benchmarks.harness import Bench, Memory, Row, spread
+from benchmarks.harness import Bench, Memory, Row, compare
 from hicache_mooncake.testing.fake_verbs import FakeFabric
 from hicache_mooncake.transfer import gids
 from hicache_mooncake.transfer.transport import Link, Piece, TransportError, TransportOptions
@@ -151,7 +150,6 @@ def posts(bench: Bench) -> list[Row]:
             except (VerbsError, TransportError) as error:
                 bench.progress.console.print(f"posts, {name}: {error}")
                 continue
-            ours = figures["link"]
             what = f"posts: {_PIECES} works of {_PIECE} bytes, {name}"
-            rows.append(Row(what, median(ours), median(figures["binding"]), "k/s", "binding alone", spread(ours)))
+            rows.append(compare(what, figures["link"], figures["binding"], "k/s", "binding alone"))
     return rows

@@ -7,9 +7,11 @@ import os
 import socket
 import time
 from array import array
+from collections.abc import Mapping, Sequence
 from statistics import median
 
-from benchmarks.harness import Memory, Row, spread
+from benchmarks.harness import Memory, Row, compare
+from benchmarks.usage import METER
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.client import Body, PoolClient
 from hicache_mooncake.client.geometry import PoolGeometry
@@ -92,7 +94,8 @@ class Pages:
 
     def store(self, _round: int) -> float:
         namespace, hashes = self._fresh()
-        rate = self._writer.move("store", namespace, hashes, self.page, self._runs)
+        with METER.timed():
+            rate = self._writer.move("store", namespace, hashes, self.page, self._runs)
         self._writer.client.clear(namespace)
         return rate
 
@@ -100,25 +103,18 @@ class Pages:
         namespace, hashes = self._fresh()
         self._writer.move("store", namespace, hashes, self.page, self._runs)
         self._reader.wait_for(namespace, hashes)
-        rate = self._reader.move("load", namespace, hashes, self.page, self._runs)
+        with METER.timed():
+            rate = self._reader.move("load", namespace, hashes, self.page, self._runs)
         self._writer.client.clear(namespace)
         return rate
 
-    def rows(self, name: str, figures: dict[str, list[float]], ceiling: str, ops: list[str], target: float | None) -> list[Row]:
-        return [
-            Row(
-                f"{name}: {op} {self.count} x {size_text(self.page)}",
-                median(figures[op]),
-                median(figures[ceiling]),
-                "GB/s",
-                ceiling,
-                spread(figures[op]),
-                target,
-            )
-            for op in ops
-        ]
+    def rows(
+        self, name: str, figures: Mapping[str, Sequence[float]], ceiling: str, ops: list[str], target: float | None
+    ) -> list[Row]:
+        what = f"{self.count} x {size_text(self.page)}"
+        return [compare(f"{name}: {op} {what}", figures[op], figures[ceiling], "GB/s", ceiling, target) for op in ops]
 
-    def rival_rows(self, name: str, figures: dict[str, list[float]], rivals: list[str], target: float) -> list[Row]:
+    def rival_rows(self, name: str, figures: Mapping[str, Sequence[float]], rivals: Sequence[str], target: float) -> list[Row]:
         """Against whichever of them is the fastest at each."""
         rows = []
         for op in ("store", "load"):
@@ -146,19 +142,23 @@ class BareLoop:
                             view = view[sock.sendmsg([view]) :]
             finally:
                 os._exit(0)
+        METER.apart.add(self.pid)
         self._sock = socket.create_connection(listener.getsockname())
         listener.close()
 
     def rate(self, page: int, count: int) -> float:
-        started = time.perf_counter()
-        self._sock.sendall(page.to_bytes(8, "little") + count.to_bytes(8, "little"))
-        view = self._target.mapping.view[: page * count]
-        for at in range(0, page * count, page):
-            got = 0
-            while got < page:
-                got += self._sock.recv_into(view[at + got : at + page], page - got, socket.MSG_WAITALL)
-        return page * count / (time.perf_counter() - started) / 1e9
+        with METER.timed([os.getpid(), self.pid]):
+            started = time.perf_counter()
+            self._sock.sendall(page.to_bytes(8, "little") + count.to_bytes(8, "little"))
+            view = self._target.mapping.view[: page * count]
+            for at in range(0, page * count, page):
+                got = 0
+                while got < page:
+                    got += self._sock.recv_into(view[at + got : at + page], page - got, socket.MSG_WAITALL)
+            took = time.perf_counter() - started
+        return page * count / took / 1e9
 
     def close(self) -> None:
         self._sock.close()
         os.waitpid(self.pid, 0)
+        METER.apart.discard(self.pid)

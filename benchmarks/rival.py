@@ -1,18 +1,21 @@
-"""The peers of `make bench`, the real Mooncake store and LMCache's server: processes of the Python that has each, asked for one
-batch at a time."""
+"""The peers of `make bench`: processes of whatever has each, asked for one batch at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.harness import ROOT, Bench
+from benchmarks.harness import Bench
+from benchmarks.machine import ROOT
+from benchmarks.usage import METER, tree
 from hicache_mooncake.testing.local import free_port
 
 _NAMES = {"local": "Mooncake in-process", "dummy": "Mooncake dummy client", "remote": "Mooncake tcp"}
@@ -40,6 +43,7 @@ class Rival:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._processes.append(subprocess.Popen(command, text=True, env=self._env, **pipes))  # type: ignore[call-overload]
         process, until = self._processes[-1], time.monotonic() + 60
+        METER.apart.add(process.pid)
         while port and not _answers(port):
             if time.monotonic() > until or process.poll() is not None:
                 raise RuntimeError(f"{process.args} does not start: run it by hand to see why")
@@ -56,9 +60,10 @@ class Rival:
     def rate(self, op: str, page: int, count: int) -> float:
         """GB/s of one call for so many pages."""
         assert self._client.stdin is not None
-        self._client.stdin.write(f"{op} {page} {count}\n")
-        self._client.stdin.flush()
-        took = self._answer(self._client)
+        with METER.timed([pid for process in self._processes for pid in tree(process.pid)]):
+            self._client.stdin.write(f"{op} {page} {count}\n")
+            self._client.stdin.flush()
+            took = self._answer(self._client)
         assert isinstance(took, float)
         return page * count / took / 1e9
 
@@ -73,6 +78,7 @@ class Rival:
         for process in reversed(self._processes):
             process.kill()
             process.wait(20)
+            METER.apart.discard(process.pid)
 
 
 class Mooncake(Rival):
@@ -110,6 +116,32 @@ class LmCache(Rival):
         return [self._python, str(ROOT / "benchmarks" / "lmcache_pool.py"), str(port)]
 
 
+class RedisLike(Rival):
+    """A server that speaks Redis' protocol, with nothing kept on a disk, and a client of ours (see `redis_pool`)."""
+
+    def __init__(self, name: str, program: str) -> None:
+        self._program = program
+        super().__init__(name, {"PYTHONPATH": str(ROOT)})
+
+    def _serve(self) -> Sequence[str]:
+        port = free_port()
+        options = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--maxmemory", "2gb", "--dir", "/tmp")
+        self._start(self._program, "--port", str(port), *options, port=port)
+        return [sys.executable, "-m", "benchmarks.redis_pool", str(port)]
+
+
+class PickledDict(Rival):
+    """What one would write in an hour (see `pickle_pool`)."""
+
+    def __init__(self) -> None:
+        super().__init__("dict, pickled", {"PYTHONPATH": str(ROOT)})
+
+    def _serve(self) -> Sequence[str]:
+        port, script = free_port(), [sys.executable, "-m", "benchmarks.pickle_pool"]
+        self._start(*script, str(port), "serve", port=port)
+        return [*script, str(port)]
+
+
 def _answers(port: int) -> bool:
     with contextlib.suppress(OSError):
         socket.create_connection(("127.0.0.1", port), 1.0).close()
@@ -121,6 +153,8 @@ def _answers(port: int) -> bool:
 def mooncakes(bench: Bench, *kinds: str) -> Iterator[list[Rival]]:
     """None where no Python that has Mooncake was named."""
     with contextlib.ExitStack() as stack:
+        if not bench.mooncake:
+            bench.skipped["Mooncake"] = "no --mooncake PYTHON that has mooncake-transfer-engine-non-cuda"
         yield [stack.enter_context(contextlib.closing(Mooncake(bench.mooncake, kind))) for kind in kinds if bench.mooncake]
 
 
@@ -128,11 +162,25 @@ def mooncakes(bench: Bench, *kinds: str) -> Iterator[list[Rival]]:
 def over_tcp(bench: Bench) -> Iterator[list[Rival]]:
     """Those whose Python was named."""
     with contextlib.ExitStack() as stack:
-        made: list[Rival] = []
-        if bench.mooncake:
-            made.append(stack.enter_context(contextlib.closing(Mooncake(bench.mooncake, "remote"))))
+        made: list[Rival] = stack.enter_context(mooncakes(bench, "remote"))
         if bench.lmcache:
             made.append(stack.enter_context(contextlib.closing(LmCache(bench.lmcache))))
+        else:
+            bench.skipped["LMCache"] = "no --lmcache PYTHON that has lmcache"
+        yield made
+
+
+@contextlib.contextmanager
+def stores(bench: Bench) -> Iterator[list[Rival]]:
+    """General ones, where their servers are in PATH, and a dict behind a socket."""
+    with contextlib.ExitStack() as stack:
+        made: list[Rival] = []
+        for name, command in (("Redis", "redis-server"), ("Valkey", "valkey-server")):
+            if program := shutil.which(command):
+                made.append(stack.enter_context(contextlib.closing(RedisLike(name, program))))
+            else:
+                bench.skipped[name] = f"no {command} in PATH"
+        made.append(stack.enter_context(contextlib.closing(PickledDict())))
         yield made
 
 
@@ -140,4 +188,6 @@ def promised(rival: Rival, op: str, page: int) -> float | None:
     """How much faster than this one pages cross between hosts, at least."""
     if isinstance(rival, LmCache):
         return 1.0 if op == "load" else None
-    return 2.5 if page == 64 << 10 else 1.3
+    if isinstance(rival, Mooncake):
+        return 2.5 if page == 64 << 10 else 1.3
+    return 1.0

@@ -26,7 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import ROOT, machine, provenance
+from benchmarks.harness import Row, as_records, keep
+from benchmarks.machine import machine, provenance
 from benchmarks.router_load import Chats, Outcome, PlainClient, arrivals, chat_body, hold, quantile, streams
 from benchmarks.router_stage import Ours, Router, Sglang, Target, engines, environment, flush
 from hicache_mooncake.testing.fake_engine_settings import FakeEngineSettings
@@ -338,12 +339,22 @@ SECTIONS: dict[str, Callable[[Stage], None]] = {
 APART: dict[str, Callable[[Stage], None]] = {"real": real}
 
 
-def save(stage: Stage, name: str) -> Path:
-    folder = ROOT / "benchmarks" / "results"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{name}.json"
-    path.write_text(json.dumps(provenance(name) | {"figures": stage.figures}, indent=1) + "\n")
-    return path
+def promises(figures: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """What is promised of ours, as far as it was measured."""
+    rows = []
+    for key, each in figures.items():
+        if key.startswith("latency ") and key.endswith(" ours"):
+            what = f"router: added to the first token, {key.removeprefix('latency ').removesuffix(' ours')}"
+            added = max(each["added_p50_ms"], 0.001)  # noise makes it negative
+            rows.append(Row(what, added, ADDED_MS, "ms", "ms allowed", 0.0, 1.0, True))
+    if "streams ours" in figures:
+        ours, direct = figures["streams ours"]["events_s"], figures["streams direct"]["events_s"]
+        rows.append(Row(f"router: {AT_ONCE} streams", ours, direct, "events/s", "direct", 0.0, 1 - LOSS))
+    return rows
+
+
+def save(stage: Stage, name: str, path: Path | None = None) -> Path:
+    return keep(provenance(name) | {"figures": stage.figures, "rows": as_records(promises(stage.figures))}, name, path)
 
 
 def main() -> None:
@@ -355,6 +366,7 @@ def main() -> None:
     parser.add_argument("--no-sglang", action="store_true", help="without sglang-router")
     parser.add_argument("--tokenizer", action=argparse.BooleanOptionalAction, default=True, help="ours reads prompts")
     parser.add_argument("--logs", type=Path, help="keep the logs of all processes there")
+    parser.add_argument("--out", type=Path, help="where the JSON is written")
     options = parser.parse_args()
     there = importlib.util.find_spec("sglang_router") is not None
     if not there and not options.no_sglang:
@@ -366,7 +378,7 @@ def main() -> None:
         stage.console.print(f"{machine()}; others kept {os.getloadavg()[0]:.1f} cores busy at the start")
         for name in options.sections or SECTIONS:
             (SECTIONS | APART)[name](stage)
-    print(f"saved as {save(stage, 'router')}")
+    print(f"saved as {save(stage, 'router', options.out)}")
 
 
 if __name__ == "__main__":

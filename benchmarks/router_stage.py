@@ -12,7 +12,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Protocol, Self
 
-from benchmarks.harness import ROOT
+from benchmarks.machine import ROOT
 from hicache_mooncake.testing.conductor import ConductorProcess
 from hicache_mooncake.testing.fake_engine_settings import FakeEngineSettings
 from hicache_mooncake.testing.fake_processes import FakeEngineProcess, start_fakes

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import zmq
@@ -437,6 +438,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=Cluster.nodes)
     parser.add_argument("--pages", type=int, default=Cluster.pages)
     parser.add_argument("--memory-gb", type=float, default=4.0, help="most that the simulated directory may take")
+    parser.add_argument("--out", type=Path, help="where the JSON is written")
     options = parser.parse_args()
     kept: list[Row] = []
     console = Console(width=max(100, Console().width))
@@ -453,7 +455,7 @@ def main() -> None:
                 table.add_row(what, "" if plan != plan else f"{plan:,.4g}", f"{ran:,.4g}", unit)
                 kept.append(Row(f"shard of {shards}: {what}", ran, ran if plan != plan else plan, unit, "on paper", 0.0))
         console.print(table)
-    print(f"saved as {save(kept, 'scale')}")
+    print(f"saved as {save(kept, 'scale', path=options.out)}")
 
 
 if __name__ == "__main__":

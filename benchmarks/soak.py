@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from benchmarks.harness import ROOT
+from benchmarks.machine import ROOT
 from hicache_mooncake.cold.directory import PAGES, own_path
 from hicache_mooncake.testing.local import free_port, page_hash
 from tests.faults.cluster import HANG_S, NS, Cluster, Load, descriptors, paused, resident_bytes, threads

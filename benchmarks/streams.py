@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--docs", action="store_true", help="write the table into docs/performance.md")
     parser.add_argument("--plot", type=Path, help="SVG of when layers were computed and had arrived")
     parser.add_argument("--destination", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="where the JSON is written")
     options = parser.parse_args()
     if options.pages < 8 or options.pages % 8:
         parser.error("--pages: a multiple of 8")
@@ -236,7 +237,7 @@ def main() -> None:
     mib = LAYERS * 2 * options.part * options.pages >> 10
     title = f"medians of {options.rounds} interleaved rounds; {LAYERS} layers, {mib} MiB, {options.transport}"
     report(rows, title)
-    print(f"saved as {save(rows, 'streams')}")
+    print(f"saved as {save(rows, 'streams', path=options.out)}")
     if options.plot:
         options.plot.write_text(plot(lines))
     if options.docs:

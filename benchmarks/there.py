@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from statistics import median
 
 import xxhash
 
-from benchmarks.harness import Bench, Memory, Row, memcpy_rate, pool, spread
+from benchmarks.harness import Bench, Memory, Row, compare, memcpy_rate, pool
 from benchmarks.ranks import BATCH, KIB, MIB, POOL_BYTES, BareLoop, Pages, Rank, size_text
 from benchmarks.rival import over_tcp, promised
+from benchmarks.usage import METER
 from hicache_mooncake import protocol as p
 from hicache_mooncake.config import Settings
 from hicache_mooncake.config_values import split_address
@@ -73,21 +73,26 @@ class Pusher:
         names = [hashes[at : at + p.HASH_BYTES] for at in range(0, len(hashes), p.HASH_BYTES)]
         seeds = [checksum_seed(namespace, name) for name in names]
         checksums = [xxhash.xxh3_64_intdigest(body, seed) for body, seed in zip(bodies, seeds, strict=True)]
-        sock, deadline = self._connection.sock, time.monotonic() + _PATIENT_S
-        started = time.perf_counter()
+        push = p.Push(p.PROTOCOL_MAX, "bench", namespace, namespace, hashes, page, checksums, hot=True)
+        with METER.timed():
+            started = time.perf_counter()
+            self._give(push, bodies)
+            took = time.perf_counter() - started
+        self._rank.client.clear(namespace)
+        return page * count / took / 1e9
+
+    def _give(self, push: p.Push, bodies: list[memoryview]) -> None:
+        sock, deadline, count = self._connection.sock, time.monotonic() + _PATIENT_S, len(bodies)
         wire.set_timeouts(sock, _PATIENT_S)
-        wire.send_message(sock, p.Push(p.PROTOCOL_MAX, "bench", namespace, namespace, hashes, page, checksums, hot=True))
+        wire.send_message(sock, push)
         reply = wire.receive_message(sock, _pushed_decoder, deadline)
         if not isinstance(reply, p.PushReply) or reply.status.count(p.WRITE) != count:
             raise RuntimeError(f"a node took {reply} of {count} pages")
         wire.set_timeouts(sock, _PATIENT_S)
         wire.send_bodies(sock, bodies, deadline)
         pushed = wire.receive_message(sock, _pushed_decoder, deadline)
-        took = time.perf_counter() - started
         if not isinstance(pushed, p.Pushed) or pushed.ok.count(1) != count:
             raise RuntimeError(f"pushed pages came to {pushed}")
-        self._rank.client.clear(namespace)
-        return page * count / took / 1e9
 
     def close(self) -> None:
         self._connection.close()
@@ -112,7 +117,7 @@ def push(bench: Bench) -> list[Row]:
             what, ours = f"tcp: give {count} x {size_text(size)} to a node", figures["push"]
             ceilings = {"bare loop": 0.9} | {rival.name: promised(rival, "store", size) for rival in theirs}
             for ceiling, least in ceilings.items():
-                rows.append(Row(what, median(ours), median(figures[ceiling]), "GB/s", ceiling, spread(ours), least))
+                rows.append(compare(what, ours, figures[ceiling], "GB/s", ceiling, least))
     bare.close()
     source.close()
     target.close()
@@ -144,12 +149,8 @@ def peers(bench: Bench) -> list[Row]:
         reader.client.close()
     source.close()
     target.close()
-    one = median(figures["1"])
     what = f"tcp: load {pages} x 1 MiB from"
-    return [
-        Row(f"{what} {count} nodes", median(figures[str(count)]), one, "GB/s", "one node", spread(figures[str(count)]))
-        for count in counts[1:]
-    ]
+    return [compare(f"{what} {count} nodes", figures[str(count)], figures["1"], "GB/s", "one node") for count in counts[1:]]
 
 
 def same_host(bench: Bench) -> list[Row]:

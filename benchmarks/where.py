@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cpu import used
-from benchmarks.harness import Memory, machine, pool, write_between
+from benchmarks.harness import Memory, pool, write_between
+from benchmarks.machine import machine
 from benchmarks.ranks import BATCH, KIB, POOL_BYTES, Rank, size_text
 from hicache_mooncake import protocol as p
 from hicache_mooncake.client.mover import Mover
