@@ -5,7 +5,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.stamps/ready
 
-.PHONY: help venv versions etcd rdma-vm demo test test-all test-rdma sim matrix failures lint bench bench-answers bench-engines bench-master bench-router bench-scale soak wheel clean distclean
+.PHONY: help venv versions etcd rdma-vm demo test test-all test-rdma sim matrix failures lint bench bench-all bench-answers bench-engines bench-master bench-router bench-scale soak wheel clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make sim         simulated clusters in trouble; SEEDS=1:1000, SIM_ARGS='--minutes 60'"
 	@echo "make bench       what moves pages, against its ceilings; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares,"
 	@echo "                 and so do LMCACHE=PYTHON, one that has lmcache, and NIXL=PYTHON, one that has nixl"
+	@echo "make bench-all   all sections of all benchmarks, and which targets were met; QUICK=1 with few rounds and small sizes"
 	@echo "make bench-master  the master's; MOONCAKE=PYTHON, one that has mooncake-transfer-engine, compares with it"
 	@echo "make bench-router  what the router adds to a request and what it saves, beside sglang-router where that is installed"
 	@echo "make bench-answers every answer of SGLang servers (CPU) on a pool that evicts against one without any cache, token by"
@@ -98,8 +99,13 @@ SEEDS ?= 1:200
 sim: $(READY)
 	@$(PY) -m hicache_mooncake.testing.sim --seeds $(SEEDS) $(SIM_ARGS)
 
+BENCH_PEERS = $(if $(MOONCAKE),--mooncake "$(MOONCAKE)") $(if $(LMCACHE),--lmcache "$(LMCACHE)") $(if $(NIXL),--nixl "$(NIXL)")
+
 bench: $(READY)
-	@$(PY) -m benchmarks.quick $(if $(MOONCAKE),--mooncake "$(MOONCAKE)") $(if $(LMCACHE),--lmcache "$(LMCACHE)") $(if $(NIXL),--nixl "$(NIXL)") $(BENCH_ARGS)
+	@$(PY) -m benchmarks.quick $(BENCH_PEERS) $(if $(MODEL),--model "$(MODEL)") $(BENCH_ARGS)
+
+bench-all: $(READY)
+	@$(PY) -m benchmarks.everything $(BENCH_PEERS) $(if $(filter-out 0,$(QUICK)),--quick) $(BENCH_ARGS)
 
 bench-master: $(READY)
 	@$(PY) -m benchmarks.master $(if $(MOONCAKE),--mooncake "$(MOONCAKE)") $(BENCH_ARGS)
