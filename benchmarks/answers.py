@@ -27,7 +27,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.harness import machine
+from benchmarks.machine import machine
 from benchmarks.real_engines import (
     RESULTS,
     Engine,

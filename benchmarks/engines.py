@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.harness import machine
+from benchmarks.machine import machine
 from benchmarks.real_engines import (
     RESULTS,
     Engine,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from benchmarks.harness import ROOT, provenance
+from benchmarks.machine import ROOT, provenance
 from hicache_mooncake.testing.sglang_cpu.pool import MasterProcess, NodeProcess
 from hicache_mooncake.testing.sglang_cpu.processes import ManagedProcess, stop_all
 from hicache_mooncake.testing.sglang_cpu.servers import Caching, SglangServer, start_servers
