@@ -106,5 +106,5 @@ def save_figures(name: str, figures: Mapping[str, object]) -> Path:
     """Keep them, with the commit and the machine."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(provenance(name) | figures, indent=1) + "\n")
+    path.write_text(json.dumps(provenance(name) | dict(figures), indent=1) + "\n")
     return path

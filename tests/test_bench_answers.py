@@ -98,7 +98,8 @@ class FakeArms(Arms):
 
 
 def test_every_request_is_compared_and_the_engines_take_turns() -> None:
-    arms, seen = FakeArms(), []
+    arms = FakeArms()
+    seen: list[int] = []
     tally = compare(arms, 10, at_once=4, temperature=0.0, seed=1, advance=seen.append)
     assert [name for name, _, _ in arms.asked] == ["a", "b", "a"]
     assert seen == [4, 4, 2]
