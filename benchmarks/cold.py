@@ -25,6 +25,7 @@ from benchmarks.harness import Bench, Memory, Row, compare, pool
 from benchmarks.machine import ROOT
 from benchmarks.ranks import BATCH, KIB, MIB, POOL_BYTES, Rank, size_text
 from benchmarks.rival import Rival
+from benchmarks.usage import METER
 from hicache_mooncake import protocol as p
 from hicache_mooncake.cold.directory import PAGES, own_path
 from hicache_mooncake.cold.reading import DEPTH, READ_BYTES
@@ -268,13 +269,14 @@ class DiskRival(Rival):
         return self._command
 
     def get(self, load: Load) -> float:
-        rates = [self.rate("get", load.page, load.count) for _ in range(load.batches)]
+        with METER.timed(self.pids()):
+            rates = [self.rate("get", load.page, load.count) for _ in range(load.batches)]
         return len(rates) / sum(1 / rate for rate in rates)
 
 
 @contextlib.contextmanager
 def _rivals(bench: Bench, load: Load, directory: Path, rounds: int) -> Iterator[list[DiskRival]]:
-    """Those that are installed, with pages for all rounds on the disk."""
+    """Those that are installed and start, with pages for all rounds on the disk."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-", dir=directory.parent)))
         made = []
@@ -290,7 +292,12 @@ def _rivals(bench: Bench, load: Load, directory: Path, rounds: int) -> Iterator[
             made.append(("NIXL POSIX", bench.nixl, "nixl_pool.py", folder / "nixl", {}))
         else:
             bench.skipped["NIXL POSIX"] = "no --nixl PYTHON that has nixl"
-        rivals = [stack.enter_context(contextlib.closing(DiskRival(*each))) for each in made]
+        rivals = []
+        for each in made:
+            try:
+                rivals.append(stack.enter_context(contextlib.closing(DiskRival(*each))))
+            except RuntimeError as error:
+                bench.skipped[each[0]] = str(error)
         for rival in rivals:
             for _ in range((rounds + 1) * load.batches):
                 rival.rate("put", load.page, load.count)

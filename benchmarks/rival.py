@@ -57,10 +57,13 @@ class Rival:
                 return json.loads(line)
         raise RuntimeError(f"{process.args} ended with {process.wait()}: run it by hand to see why")
 
+    def pids(self) -> list[int]:
+        return [pid for process in self._processes for pid in tree(process.pid)]
+
     def rate(self, op: str, page: int, count: int) -> float:
         """GB/s of one call for so many pages."""
         assert self._client.stdin is not None
-        with METER.timed([pid for process in self._processes for pid in tree(process.pid)]):
+        with METER.timed(self.pids()):
             self._client.stdin.write(f"{op} {page} {count}\n")
             self._client.stdin.flush()
             took = self._answer(self._client)

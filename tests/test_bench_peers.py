@@ -6,14 +6,16 @@ import contextlib
 import os
 import shutil
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from rich.progress import Progress
 
-from benchmarks import rival
+from benchmarks import cold, rival
 from benchmarks.geometry import PRESETS, Geometry, Part, attention, gated_delta, latent, of_rank
 from benchmarks.harness import Bench, Memory
 from benchmarks.models import Prefix
@@ -162,3 +164,15 @@ def test_a_prefix_fills_its_memory_without_a_gap_or_an_overlap() -> None:
     assert [at for at, _ in places] == ends[:-1]
     assert ends[-1] == memory.address + prefix.length == memory.address + geometry.size(16)
     memory.close()
+
+
+def test_a_peer_that_is_installed_and_does_not_start_is_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold.importlib.util, "find_spec", lambda _: None)
+    with Progress(disable=True) as progress:
+        bench = Bench(progress, 1, nixl=sys.executable)  # its script is not there
+        monkeypatch.setattr(cold, "ROOT", tmp_path)
+        with cold._rivals(bench, cold.LOADS[0], tmp_path / "load", rounds=1) as rivals:
+            assert rivals == []
+    assert "run it by hand" in bench.skipped["NIXL POSIX"]
