@@ -44,7 +44,7 @@ SECTIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=[], help="which parts; all without any")
-    parser.add_argument("--rounds", type=int, default=7, help="15 take more than ten minutes on two cores")
+    parser.add_argument("--rounds", type=int, default=5, help="more for figures to publish")
     parser.add_argument(
         "--mooncake", metavar="PYTHON", default="", help="the Python that has mooncake-transfer-engine(-non-cuda)"
     )

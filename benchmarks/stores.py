@@ -13,7 +13,7 @@ from benchmarks.rival import promised, stores
 from benchmarks.there import Pusher
 
 SIZES = (64 * KIB, MIB, 4 * MIB)
-_ROUNDS = 5
+_ROUNDS = 3
 """At most: these peers are slow, and as far behind in every one."""
 _MEMORY = BATCH * SIZES[-1]
 
