@@ -71,8 +71,10 @@ class Meter:
             _forget_peak(pid)
         used, started = _cpu_s(before, own), time.perf_counter()
         yield
-        wall, after = time.perf_counter() - started, now()
-        self._last = Cost(wall, _cpu_s(after, own) - used, _peak(after))
+        wall, used = time.perf_counter() - started, _cpu_s(before, own) - used
+        after = now()  # looking for them costs milliseconds that are not theirs
+        used += _cpu_s(set(after) - set(before), False)
+        self._last = Cost(wall, used, _peak(after))
 
     def turn(self, run: Callable[[int], float], number: int) -> tuple[float, Cost]:
         """Its figure, and what it cost."""
