@@ -149,6 +149,7 @@ def main() -> int:
     for peer, python in peers.items():
         if python and not shutil.which(python):
             parser.error(f"--{peer} {python}: there is no such program")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the section under way ends too
     folder: Path = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     console = Console(width=max(132, Console().width))
