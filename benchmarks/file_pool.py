@@ -1,14 +1,11 @@
 """The peer's side of `make bench`: SGLang's own `file` backend, run by a Python that has SGLang.
 
-Argument: a directory. Then each line on stdin is `put BYTES COUNT` or `get BYTES COUNT`, answered by a line of JSON: the
-seconds that it took. A get takes the batch that was put first of those that were not got yet: every page is read once. When a
-put has been answered its pages are on the disk, and the page cache has none of them any more. The first get of a size compares
-the bytes, outside of the time.
+Argument: a directory. Lines on stdin and their answers: as in `file_script`. When a put has been answered its pages are on the
+disk, and the page cache has none of them any more.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -16,6 +13,7 @@ from collections import deque
 from pathlib import Path
 
 import torch
+from file_script import pattern, serve
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
 
@@ -64,16 +62,8 @@ def forget(path: Path) -> None:
     os.close(fd)
 
 
-def pattern(number: int, page: int) -> bytes:
-    return number.to_bytes(8, "little") * (page // 8)
-
-
 def main() -> None:
-    pool = Pool(Path(sys.argv[1]))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        op, page, count = line.split()[0], *map(int, line.split()[1:])
-        print(json.dumps(getattr(pool, op)(page, count)), flush=True)
+    serve(Pool(Path(sys.argv[1])))
     os._exit(0)  # its threads are of no use any more
 
 

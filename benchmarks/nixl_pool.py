@@ -1,14 +1,13 @@
 """The peer's side of `make bench`: NIXL's POSIX backend, run by a Python that has NIXL.
 
-Argument: a directory. Lines on stdin and their answers: as in `file_pool`. Files are used as SGLang's `nixl` backend does with
-`use_direct_io`: one a page, registered by its path for each transfer and read past the page cache, straight into memory that is
-registered once.
+Argument: a directory. Lines on stdin and their answers: as in `file_script`. Files are used as SGLang's `nixl` backend does
+with `use_direct_io`: one a page, registered by its path for each transfer and read past the page cache, straight into memory
+that is registered once.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import sys
@@ -17,6 +16,7 @@ from collections import deque
 from itertools import count as numbers
 from pathlib import Path
 
+from file_script import pattern, serve
 from nixl._api import nixl_agent, nixl_agent_config
 
 POOL = 256 << 20
@@ -70,16 +70,8 @@ class Pool:
         return took
 
 
-def pattern(number: int, page: int) -> bytes:
-    return number.to_bytes(8, "little") * (page // 8)
-
-
 def main() -> None:
-    pool = Pool(Path(sys.argv[1]))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        op, page, count = line.split()[0], *map(int, line.split()[1:])
-        print(json.dumps(getattr(pool, op)(page, count)), flush=True)
+    serve(Pool(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

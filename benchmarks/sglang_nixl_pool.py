@@ -1,13 +1,12 @@
 """The peer's side of `make bench`: SGLang's own `nixl` backend on NIXL's POSIX plugin, run by a Python that has both.
 
-Argument: a directory. Lines on stdin and their answers: as in `file_pool`. The calls are those of SGLang's storage interface
+Argument: a directory. Lines on stdin and their answers: as in `file_script`. The calls are those of SGLang's storage interface
 (`batch_set_v1`, `batch_get_v1`), for latent pages, each of which is one file; files are read and written past the page cache.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from file_script import pattern, serve
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
 
@@ -76,16 +76,8 @@ class Pool:
         return took
 
 
-def pattern(number: int, page: int) -> bytes:
-    return number.to_bytes(8, "little") * (page // 8)
-
-
 def main() -> None:
-    pool = Pool(Path(sys.argv[1]))
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        op, page, count = line.split()[0], *map(int, line.split()[1:])
-        print(json.dumps(getattr(pool, op)(page, count)), flush=True)
+    serve(Pool(Path(sys.argv[1])))
     os._exit(0)  # its threads are of no use any more
 
 
