@@ -65,12 +65,7 @@ class Sglang(Usage):
         return isinstance(found, dict) and found.get("healthy_workers") == self.engines
 
     def __enter__(self) -> Self:
-        self.start()
-        try:
-            self.wait_until(self.knows_all, timeout_s=READY_S, poll_s=0.2)
-        except BaseException:
-            self.stop()
-            raise
+        self.start_until(self.knows_all, timeout_s=READY_S, poll_s=0.2)
         return self
 
 

@@ -62,10 +62,5 @@ class ConductorProcess(ManagedProcess):
         return found
 
     def __enter__(self) -> Self:
-        self.start()
-        try:
-            self.wait_until(self.knows_all, timeout_s=READY_S, poll_s=0.2)
-        except BaseException:
-            self.stop()
-            raise
+        self.start_until(self.knows_all, timeout_s=READY_S, poll_s=0.2)
         return self

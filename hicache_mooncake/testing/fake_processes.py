@@ -45,12 +45,7 @@ class FakeEngineProcess(ManagedProcess):
         return is_healthy(self.url)
 
     def __enter__(self) -> Self:
-        self.start()
-        try:
-            self.wait_until(self.is_ready, timeout_s=START_S, poll_s=0.05)
-        except BaseException:
-            self.stop()
-            raise
+        self.start_until(self.is_ready, timeout_s=START_S, poll_s=0.05)
         return self
 
 

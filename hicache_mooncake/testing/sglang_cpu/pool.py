@@ -26,12 +26,7 @@ class _PoolProcess(ManagedProcess):
         """Whether it accepts connections."""
 
     def start_and_wait(self, *, timeout_s: float = READY_TIMEOUT_S) -> None:
-        self.start()
-        try:
-            self.wait_until(self.is_ready, timeout_s=timeout_s, poll_s=0.05)
-        except BaseException:
-            self.stop()
-            raise
+        self.start_until(self.is_ready, timeout_s=timeout_s, poll_s=0.05)
 
     def freeze(self) -> None:
         """Stop it in the middle of whatever it does. `thaw` before it is stopped, or that takes as long as the grace."""

@@ -132,6 +132,15 @@ class ManagedProcess:
         """Live processes of the tree, the guard not among them."""
         return _guard.descendants(self._guard.pid) if self._guard is not None else []
 
+    def start_until(self, ready: Callable[[], bool], *, timeout_s: float, poll_s: float = 0.25) -> None:
+        """Start it and `wait_until`; stopped again where that fails."""
+        self.start()
+        try:
+            self.wait_until(ready, timeout_s=timeout_s, poll_s=poll_s)
+        except BaseException:
+            self.stop()
+            raise
+
     def wait_until(
         self, ready: Callable[[], bool], *, timeout_s: float, progress: Progress | None = None, poll_s: float = 0.25
     ) -> float:
